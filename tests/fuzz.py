@@ -269,11 +269,11 @@ def _with_int8(
     kernel = Kernel(Cosines.of(x, y), block_size, int8=True)
     limits = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": ITERATIONS}
     plan, state = solve(kernel, log_a, log_b, **limits)
-    start = state._replace(x=jnp.zeros_like(state.x), y=jnp.zeros_like(state.y))
+    start = state._replace(u=jnp.zeros_like(state.u), v=jnp.zeros_like(state.v))
     # Lighter columns have no mass, and a row of tiny weight may have all of its own in them.
     heavy = jnp.where(jnp.isneginf(log_b), log_b, jnp.maximum(log_b, -MAX_EXPONENT))
-    _, t = kernel.sweep(start, jnp.exp(log_a), jnp.exp(heavy + state.y))
-    missing = jnp.exp(log_b) * jnp.abs(jnp.exp(state.y) * t - 1)
+    _, t = kernel.sweep(start, jnp.exp(log_a), jnp.exp(heavy + state.v))
+    missing = jnp.exp(log_b) * jnp.abs(jnp.exp(state.v) * t - 1)
     missing = jnp.where(jnp.isneginf(log_b), 0.0, missing)
     return plan.measured(jnp.sum(missing), tolerance + 1e-6)
 

@@ -52,7 +52,7 @@ def build(kernel, q, *, b=None, epsilon=EPSILON):
 def matrix(kernel, k, state):
     """Returns the Gibbs kernel A. A given affinity has its row maximum subtracted."""
     k = k - k.max(1, keepdims=True) if isinstance(kernel.affinity, Matrix) else k
-    return np.exp(np.asarray(k) / state.epsilon + state.p[:, None] + state.q)
+    return np.exp(np.asarray(k) / state.epsilon + state.absorbed_u[:, None] + state.absorbed_v)
 
 
 @KINDS
@@ -68,12 +68,12 @@ def test_kernel_operations_match_their_definitions(rng, x64, kind):
     s, t = kernel.sweep(state, a, c)
     np.testing.assert_allclose(s, A @ c, rtol=1e-12)
     np.testing.assert_allclose(t, (a / (A @ c)) @ A, rtol=1e-12)
-    balanced = state._replace(q=kernel.update_columns(state, jnp.log(a)))
+    balanced = state._replace(absorbed_v=kernel.update_columns(state, jnp.log(a)))
     np.testing.assert_allclose(a @ matrix(kernel, k, balanced), 1.0, rtol=1e-12)
 
-    x, y = jnp.asarray(rng.normal(size=N)), jnp.asarray(rng.normal(size=M))
-    scaled = state._replace(x=x, y=y)
-    log_a = np.log(A) + x[:, None] + y
+    u, v = jnp.asarray(rng.normal(size=N)), jnp.asarray(rng.normal(size=M))
+    scaled = state._replace(u=u, v=v)
+    log_a = np.log(A) + u[:, None] + v
     expected = a[:, None] * np.exp(log_a) * b
 
     def add(block, sums):
@@ -90,9 +90,9 @@ def test_raise_power_gives_the_kernel_of_a_quarter_of_epsilon(rng, x64, kind):
     features = cosine_affinity(rng)
     kernel, k = make(kind, features), cosines(features)
     before = build(kernel, jnp.zeros(M))
-    x, y = jnp.asarray(rng.normal(size=N)), jnp.asarray(rng.normal(size=M))
-    after = kernel.raise_power(before, x, y)
-    scaled = (np.exp(x)[:, None] * matrix(kernel, k, before) * np.exp(y)) ** 4
+    u, v = jnp.asarray(rng.normal(size=N)), jnp.asarray(rng.normal(size=M))
+    after = kernel.raise_power(before, u, v)
+    scaled = (np.exp(u)[:, None] * matrix(kernel, k, before) * np.exp(v)) ** 4
     A = matrix(kernel, k, after)
     np.testing.assert_allclose(after.epsilon, EPSILON / 4)
     np.testing.assert_allclose(A / scaled, (A / scaled)[0, 0], rtol=1e-10)
@@ -158,13 +158,13 @@ def test_solve_with_int8_sweeps_reaches_the_exact_plan(rng, epsilon, block_size,
 
 def column_error(kernel, state):
     """Computes the column error of a plan with uniform weights and exact rows."""
-    n = len(state.p)
+    n = len(state.absorbed_u)
     weights = jnp.full(n, 1 / n)
     kernel = kernel._replace(int8=False)
     _, t = kernel.sweep(
-        state._replace(x=0 * state.x, y=0 * state.y), weights, weights * jnp.exp(state.y)
+        state._replace(u=0 * state.u, v=0 * state.v), weights, weights * jnp.exp(state.v)
     )
-    return jnp.sum(jnp.abs(jnp.exp(state.y) * t - 1)) / n
+    return jnp.sum(jnp.abs(jnp.exp(state.v) * t - 1)) / n
 
 
 def test_solve_with_int8_restores_columns_that_underflow_exactly():
@@ -179,9 +179,9 @@ def test_solve_with_int8_restores_columns_that_underflow_exactly():
     limits = {"epsilon": case.epsilon, "tolerance": case.tolerance, "max_iterations": 500}
     found, state = solver.solve(kernel, rows, columns, **limits)
     a, b = jnp.exp(rows), jnp.exp(columns)
-    _, t = kernel.sweep(state._replace(x=0 * state.x, y=0 * state.y), a, b * jnp.exp(state.y))
+    _, t = kernel.sweep(state._replace(u=0 * state.u, v=0 * state.v), a, b * jnp.exp(state.v))
     assert found.converged
-    assert jnp.sum(b * jnp.abs(jnp.exp(state.y) * t - 1)) <= 2 * case.tolerance
+    assert jnp.sum(b * jnp.abs(jnp.exp(state.v) * t - 1)) <= 2 * case.tolerance
 
 
 def test_solve_falls_back_to_the_exact_kernel_if_int8_stalls(rng, monkeypatch):
@@ -217,7 +217,9 @@ def test_update_columns_restores_underflowed_columns(rng, kind):
     assert kernel.sweep(state, jnp.ones(N), jnp.ones(M))[1][2] == 0
     q = kernel.update_columns(state, jnp.full(N, -jnp.log(N)))
     s, t = kernel.sweep(
-        kernel.build(state._replace(q=q), jnp.full(M, -jnp.log(M))), jnp.ones(N), jnp.ones(M)
+        kernel.build(state._replace(absorbed_v=q), jnp.full(M, -jnp.log(M))),
+        jnp.ones(N),
+        jnp.ones(M),
     )
     assert jnp.isfinite(s).all() and jnp.isfinite(t).all() and (t > 0).all()
 
@@ -231,7 +233,7 @@ def test_kernel_keeps_zero_weights(rng, kind):
     assert kernel.update_columns(state, log_a)[4] == -jnp.inf
     for _ in range(2):
         s, t = kernel.sweep(state, jnp.exp(log_a), jnp.ones(M))
-        assert jnp.isfinite(s).all() and t[4] == 0 and state.q[4] == -jnp.inf
+        assert jnp.isfinite(s).all() and t[4] == 0 and state.absorbed_v[4] == -jnp.inf
         state = kernel.raise_power(state, jnp.zeros(N), jnp.zeros(M))
 
 
@@ -243,7 +245,9 @@ def test_update_columns_ignores_rows_of_weight_zero():
     log_a = jnp.log(jnp.array([0.5, 0.5, 0.0]))
     q = kernel.update_columns(state, log_a)
     _, t = kernel.sweep(
-        kernel.build(state._replace(q=q), jnp.full(3, -jnp.log(3.0))), jnp.exp(log_a), jnp.ones(3)
+        kernel.build(state._replace(absorbed_v=q), jnp.full(3, -jnp.log(3.0))),
+        jnp.exp(log_a),
+        jnp.ones(3),
     )
     assert (t > 0).all()
 

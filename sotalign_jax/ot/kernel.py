@@ -1,7 +1,7 @@
-"""The Gibbs kernel A = exp(K/epsilon + p + q) that Sinkhorn's sweeps sum over.
+"""The Gibbs kernel A = exp(K/epsilon + absorbed_u + absorbed_v) that Sinkhorn's sweeps sum over.
 
-The plan is P = diag(a e^x) A diag(b e^y), where x and y are the log-scalings that the solver finds
-for a kernel with absorbed potentials p and q. The weights a and b are not part of A, so even tiny
+The plan is P = diag(a e^u) A diag(b e^v), where u and v are the log-scalings that the solver finds
+relative to those that the kernel has absorbed. The weights a and b are not part of A, so even tiny
 weights neither overflow A nor make it lose entries that matter.
 
 A *stored* kernel keeps A in memory as float32 or float64. It reads K once, a block of rows at a
@@ -131,21 +131,21 @@ class KernelState(NamedTuple):
     """Arrays of a kernel. `matrix` and `int8` are empty if they are not stored.
 
     Attributes:
-        matrix: A = exp(K/epsilon + p + q).
+        matrix: A = exp(K/epsilon + absorbed_u + absorbed_v).
         int8: `narrow(A)`.
-        p: Potentials of the rows that A has absorbed.
-        q: Potentials of the columns that A has absorbed.
-        x: Log-scalings of the rows, set by the solver when it ends.
-        y: Log-scalings of the columns, set by the solver when it ends.
+        absorbed_u: Row log-scalings that A has absorbed.
+        absorbed_v: Column log-scalings that A has absorbed.
+        u: The other part of the row log-scalings, set by the solver when it ends.
+        v: The other part of the column log-scalings, set by the solver when it ends.
         epsilon: Regularisation of this kernel.
     """
 
     matrix: Float[Array, "..."]
     int8: Int[Array, "..."]
-    p: Float[Array, " n"]
-    q: Float[Array, " m"]
-    x: Float[Array, " n"]
-    y: Float[Array, " m"]
+    absorbed_u: Float[Array, " n"]
+    absorbed_v: Float[Array, " m"]
+    u: Float[Array, " n"]
+    v: Float[Array, " m"]
     epsilon: Float[Array, ""]
 
 
@@ -220,45 +220,46 @@ class Kernel(NamedTuple):
         carry = sharding.vary_like(carry, self.affinity[0])
         return over_rows(self.affinity.height, size, body, carry)
 
-    def blank(self, q: Array, epsilon: Array) -> KernelState:
+    def blank(self, absorbed_v: Array, epsilon: Array) -> KernelState:
         """Returns a state that has yet to be built.
 
         Args:
-            q: Potentials of the columns to absorb.
+            absorbed_v: Column log-scalings to absorb.
             epsilon: Regularisation.
 
         Returns:
             The state, with arrays of the final shapes.
         """
-        shape = self.affinity.height, len(q)
+        shape = self.affinity.height, len(absorbed_v)
+        dtype = absorbed_v.dtype
         # Filled with a traced value. XLA would allocate a constant before an earlier solve has
         # freed its memory.
-        matrix = jnp.full(shape if self.stored else 0, epsilon, q.dtype)
+        matrix = jnp.full(shape if self.stored else 0, epsilon, dtype)
         int8 = jnp.full(shape if self.int8 else 0, epsilon.astype(jnp.int8), jnp.int8)
-        p = jnp.zeros(shape[0], q.dtype)
-        state = KernelState(matrix, int8, p, q, p, jnp.zeros_like(q), epsilon)
+        u, v = jnp.zeros(shape[0], dtype), jnp.zeros(shape[1], dtype)
+        state = KernelState(matrix, int8, u, absorbed_v, u, v, epsilon)
         return sharding.vary_like(state, self.affinity[0])
 
     def build(self, state: KernelState, log_b: Array) -> KernelState:
-        """Sets p_i = -log sum_j b_j exp(K_ij/epsilon + q_j), the row update, and fills A.
+        """Sets absorbed_u, and fills A, so that rows of A diag(b) sum to 1.
 
-        Rows of A diag(b) then sum to 1.
+        This is the row update, absorbed_u_i = -log sum_j b_j exp(K_ij/epsilon + absorbed_v_j).
 
         Args:
-            state: State with the potentials q and epsilon.
+            state: State with absorbed_v and epsilon.
             log_b: Log-weights of the columns.
 
         Returns:
-            The state with new p and A.
+            The state with new absorbed_u and A.
         """
         b = jnp.exp(log_b)
 
         def body(block: Block, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            matrix, int8, p = carry
+            matrix, int8, u = carry
             # Row-major, as A is stored. Otherwise a TPU may compute the product transposed and copy
             # A.
             rows = with_layout_constraint(self.affinity.rows(block), Layout((0, 1)))
-            logs = rows / state.epsilon + state.q[None, :]
+            logs = rows / state.epsilon + state.absorbed_v[None, :]
             # Subtracts the weighted maximum, as in a logsumexp. Columns of tiny weight may exceed
             # it. The cap keeps an entry finite whose column has a weight below `MAX_EXPONENT`'s.
             top = jnp.max(logs + log_b[None, :], axis=1)
@@ -269,32 +270,33 @@ class Kernel(NamedTuple):
                 matrix = block.put(matrix, rows)
             if self.int8:
                 int8 = block.put(int8, narrow(rows))
-            return matrix, int8, block.put(p, -top - jnp.log(s))
+            return matrix, int8, block.put(u, -top - jnp.log(s))
 
         with jax.named_scope("build"):
-            carry = state.matrix, state.int8, state.p
-            matrix, int8, p = self._over_rows(body, carry)
-        return state._replace(matrix=matrix, int8=int8, p=p)
+            carry = state.matrix, state.int8, state.absorbed_u
+            matrix, int8, u = self._over_rows(body, carry)
+        return state._replace(matrix=matrix, int8=int8, absorbed_u=u)
 
     def update_columns(self, state: KernelState, log_a: Array) -> Float[Array, " m"]:
-        """Returns q_j = -log sum_i a_i exp(K_ij/epsilon + p_i), the column update.
+        """Returns a new absorbed_v by a column update in the log domain.
 
-        It is computed in the log domain, for columns that underflow in A.
+        The update is -log sum_i a_i exp(K_ij/epsilon + absorbed_u_i), for columns that underflow in
+        A.
 
         Args:
-            state: State with the potentials p and epsilon.
+            state: State with absorbed_u and epsilon.
             log_a: Log-weights of the rows.
 
         Returns:
-            The potentials of the columns. Those of -inf, of weight zero, stay -inf.
+            The log-scalings to absorb. Those of -inf, of weight zero, stay -inf.
         """
-        infinity = jnp.full_like(state.q, jnp.inf)
-        finite_p = jnp.where(jnp.isneginf(log_a), 0.0, log_a + state.p)
+        infinity = jnp.full_like(state.absorbed_v, jnp.inf)
+        finite_u = jnp.where(jnp.isneginf(log_a), 0.0, log_a + state.absorbed_u)
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             # Online logsumexp: when the running maximum rises, the sum so far is rescaled.
             highest, total = carry
-            logs = self.affinity.rows(block) / state.epsilon + block.of(finite_p)[:, None]
+            logs = self.affinity.rows(block) / state.epsilon + block.of(finite_u)[:, None]
             counted = block.fresh & ~jnp.isneginf(block.of(log_a))
             logs = jnp.where(counted[:, None], logs, -jnp.inf)
             top = jnp.maximum(highest, jnp.max(logs, axis=0))
@@ -302,11 +304,12 @@ class Kernel(NamedTuple):
             added = jnp.sum(jnp.exp(logs - base[None, :]), axis=0)
             return top, total * jnp.exp(highest - base) + added
 
-        highest, total = self._over_rows(body, (-infinity, jnp.zeros_like(state.q)))
+        highest, total = self._over_rows(body, (-infinity, jnp.zeros_like(infinity)))
         top = sharding.pmax(highest, self.axes)
         base = jnp.where(jnp.isneginf(top), 0.0, top)
         total = sharding.psum(total * jnp.exp(highest - base), self.axes)
-        return jnp.where(jnp.isneginf(state.q), state.q, -base - jnp.log(total))
+        old = state.absorbed_v
+        return jnp.where(jnp.isneginf(old), old, -base - jnp.log(total))
 
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
         """Computes the row sums s = A c and the column sums t = (a/s)^T A.
@@ -351,42 +354,45 @@ class Kernel(NamedTuple):
         s = jnp.sum(entries * c[None, :], axis=1)
         return s, jnp.sum(entries * (a / s)[:, None], axis=0)
 
-    def raise_power(self, state: KernelState, x: Array, y: Array) -> KernelState:
-        """Absorbs x and y and moves to epsilon/4, whose kernel is the fourth power of this one.
+    def raise_power(self, state: KernelState, u: Array, v: Array) -> KernelState:
+        """Absorbs u and v and moves to epsilon/4, whose kernel is the fourth power of this one.
 
         A stored A is raised in place. A streamed kernel must be built again.
 
         Args:
             state: A kernel that is built.
-            x: Log-scalings of the rows.
-            y: Log-scalings of the columns.
+            u: Row log-scalings to absorb.
+            v: Column log-scalings to absorb.
 
         Returns:
             The state at epsilon/4.
         """
 
-        def absorbed(potential: Array, scaling: Array) -> Array:
-            raised = LEVEL_POWER * (potential + scaling)
-            # Potentials of weight zero stay -inf.
-            return jnp.where(jnp.isneginf(potential), potential, raised)
+        def raised(absorbed: Array, scaling: Array) -> Array:
+            # Log-scalings of weight zero stay -inf.
+            power = LEVEL_POWER * (absorbed + scaling)
+            return jnp.where(jnp.isneginf(absorbed), absorbed, power)
 
         matrix, int8 = state.matrix, state.int8
         if self.stored:
             # Weighted rows of A sum to 1, those of A^4 to values in 1..m^3. The shift, raised to
             # the fourth power, divides by m^1.5 and centres that range around 1.
-            x = x - 0.375 * math.log(len(y))
-            scaled = matrix * jnp.exp(x)[:, None] * jnp.exp(y)[None, :]
+            u = u - 0.375 * math.log(len(v))
+            scaled = matrix * jnp.exp(u)[:, None] * jnp.exp(v)[None, :]
             matrix = jnp.square(jnp.square(scaled))
             int8 = narrow(matrix) if self.int8 else int8
-        p, q = absorbed(state.p, x), absorbed(state.q, y)
         return state._replace(
-            matrix=matrix, int8=int8, p=p, q=q, epsilon=state.epsilon / LEVEL_POWER
+            matrix=matrix,
+            int8=int8,
+            absorbed_u=raised(state.absorbed_u, u),
+            absorbed_v=raised(state.absorbed_v, v),
+            epsilon=state.epsilon / LEVEL_POWER,
         )
 
     def _log_rows(self, state: KernelState, block: Block) -> Array:
-        """Recomputes a block of rows of log A + x + y."""
-        p, q = state.p + state.x, state.q + state.y
-        return self.affinity.rows(block) / state.epsilon + block.of(p)[:, None] + q[None, :]
+        """Recomputes a block of rows of log A + u + v."""
+        u, v = state.absorbed_u + state.u, state.absorbed_v + state.v
+        return self.affinity.rows(block) / state.epsilon + block.of(u)[:, None] + v[None, :]
 
     def plan_rows(
         self, state: KernelState, block: Block, a: Array, b: Array
@@ -405,12 +411,12 @@ class Kernel(NamedTuple):
             Both blocks, shape [size, m].
         """
         weights = jnp.where(block.fresh, block.of(a), 0.0)
-        # log(P / (a b)) = log A + x + y. A stored kernel takes the logarithm of its entries. A
+        # log(P / (a b)) = log A + u + v. A stored kernel takes the logarithm of its entries. A
         # streamed one computes the exponents anyway.
         if self.stored:
-            rows, x, y = block.of(state.matrix), block.of(state.x), state.y
-            logs = jnp.log(jnp.where(rows > 0, rows, 1.0)) + x[:, None] + y[None, :]
-            weights, b = weights * jnp.exp(x), b * jnp.exp(y)
+            rows, u, v = block.of(state.matrix), block.of(state.u), state.v
+            logs = jnp.log(jnp.where(rows > 0, rows, 1.0)) + u[:, None] + v[None, :]
+            weights, b = weights * jnp.exp(u), b * jnp.exp(v)
         else:
             logs = jnp.minimum(self._log_rows(state, block), MAX_EXPONENT)
             rows = jnp.exp(logs)

@@ -289,7 +289,7 @@ class _KernelPlan(NamedTuple):
     def without_matrix(self) -> _KernelPlan:
         """Frees the stored kernel. Rows of the plan are then computed when they are needed."""
         kernel = self.kernel._replace(block_size=blocks.PRODUCT_ROWS)
-        empty = sharding.vary_like(jnp.zeros(0, self.state.p.dtype), self.state.p)
+        empty = sharding.vary_like(jnp.zeros(0, self.state.u.dtype), self.state.u)
         return _KernelPlan(kernel, self.state._replace(matrix=empty), self.scalings)
 
 
@@ -356,18 +356,18 @@ def _multiply(
             columns_star=sums.columns_star + jnp.sum(star, axis=0),
         )
 
-    p, q = student.state.p, student.state.q
-    sides = jnp.zeros((len(p), g.shape[1]), p.dtype), jnp.zeros(g.shape, p.dtype)
-    sums = jnp.zeros_like(p), jnp.zeros_like(q)
+    u, v = student.state.u, student.state.v
+    sides = jnp.zeros((len(u), g.shape[1]), u.dtype), jnp.zeros(g.shape, u.dtype)
+    sums = jnp.zeros_like(u), jnp.zeros_like(v)
     # The marginals of both plans are summed in the same pass as the products.
-    nothing = _Products(*sides, *sums, jnp.zeros((), p.dtype), *sums)
+    nothing = _Products(*sides, *sums, jnp.zeros((), u.dtype), *sums)
     rows = features.storage.block_size or blocks.BUILD_ROWS
     if features.storage.both:
         # There is memory for larger blocks, which move fewer bytes. An eighth of the rows keeps
         # blocks small against the stored kernels.
-        rows = min(blocks.PRODUCT_ROWS, max(rows, len(p) // 8))
+        rows = min(blocks.PRODUCT_ROWS, max(rows, len(u) // 8))
     with jax.named_scope("products"):
-        return over_rows(len(p), rows, body, sharding.vary_like(nothing, p))
+        return over_rows(len(u), rows, body, sharding.vary_like(nothing, u))
 
 
 def _fenchel_young(
@@ -375,7 +375,7 @@ def _fenchel_young(
 ) -> Array:
     """Computes this device's part of KL(P* || P).
 
-    With L = log(P / (a b)) = K/eps + (p + x) + (q + y), and L* likewise,
+    With L = log(P / (a b)) = K/eps + u + v, and L* likewise,
 
         KL(P* || P) = <P*, L* - L> = <P - P*, L> - (<P, L> - <P*, L*>),
 
@@ -386,8 +386,8 @@ def _fenchel_young(
     cosines: Any = student.kernel.affinity
     # Potentials of rows and columns of weight zero are not finite, or arbitrary.
     a, b = jnp.exp(weights.log_a), jnp.exp(weights.log_b)
-    in_rows = jnp.sum(jnp.where(a > 0, products.rows * (state.p + state.x), 0.0))
-    in_columns = jnp.sum(jnp.where(b > 0, products.columns * (state.q + state.y), 0.0))
+    in_rows = jnp.sum(jnp.where(a > 0, products.rows * (state.absorbed_u + state.u), 0.0))
+    in_columns = jnp.sum(jnp.where(b > 0, products.columns * (state.absorbed_v + state.v), 0.0))
     # <P - P*, K> = <(P - P*) G, F>, from the product that the gradient needs anyway.
     f = affinity.as_float(cosines.f)
     cross = jnp.sum(jnp.sum(products.right * f, axis=1) * cosines.f_scale) / epsilon

@@ -1,14 +1,14 @@
 """The Sinkhorn solver: sweeps over a kernel, Anderson acceleration and epsilon-scaling.
 
-Potentials. Users see log P = K/epsilon + u + v. Inside, with marginals a and b,
+Log-scalings. Users see log P = K/epsilon + u + v. Inside, u and v are relative to the log-weights
+and to the log-scalings that the kernel A = exp(K/epsilon + absorbed_u + absorbed_v) has absorbed:
 
-    u = log a + p + x,    v = log b + q + y,    P = diag(a e^x) A diag(b e^y),
+    P = diag(a e^u) A diag(b e^v).
 
-where the kernel A = exp(K/epsilon + p + q) has absorbed p and q, and the search below finds the
-log-scalings x and y. For any y, x = -log(A b e^y) makes the rows of P exact, so the search is a
-fixed-point iteration in y alone. A *sweep*, one pass over A, gives x, the error of the columns and
-the next y. A *level* is one value of epsilon. A solve at a small epsilon starts at a larger one and
-divides it by 4 from level to level.
+`solve` adds the three parts when it ends. For any v, u = -log(A b e^v) makes the rows of P exact,
+so the search is a fixed-point iteration in v alone. A *sweep*, one pass over A, gives u, the error
+of the columns and the next v. A *level* is one value of epsilon. A solve at a small epsilon starts
+at a larger one and divides it by 4 from level to level.
 
 The solver has three nested loops, `_run`, `_build` and `_search`. `_level` is the body of the
 second:
@@ -64,7 +64,7 @@ _PLATEAU = 1e-3
 # In a solve that started at a larger epsilon, a search is given up if _STALL_SWEEPS sweeps do
 # not reduce its error below _STALL_FACTOR times the earlier one. This applies in the first half of
 # the budget and while the error is above 10 times the goal. The solve then continues with the next
-# level. At the last level it starts again from `start_q`, without epsilon-scaling.
+# level. At the last level it starts again from `start_v`, without epsilon-scaling.
 _STALL_FACTOR, _STALL_SWEEPS = 0.9, 50
 # Largest number of levels before the last one. After three fourth powers, the relative rounding
 # error of A is still below 1e-5.
@@ -110,7 +110,7 @@ class Options:
     )
 
 
-# Maps y to the row sums s = A b e^y and the column sums t = (a/s)^T A of a kernel.
+# Maps v to the row sums s = A b e^v and the column sums t = (a/s)^T A of a kernel.
 _Sweep = Callable[[Array], tuple[Array, Array]]
 
 
@@ -253,7 +253,7 @@ class _Problem(NamedTuple):
     log_b: Array
     tolerance: Array
     max_iterations: int | Array
-    start_q: Array  # initial potentials of the columns: zeros, or from init_v
+    start_v: Array  # column log-scalings to absorb first: zeros, or from init_v
 
     @property
     def b(self) -> Array:
@@ -272,18 +272,18 @@ class _Problem(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """A point y of the search with the results of a sweep at it."""
+    """A point v of the search with the results of a sweep at it."""
 
-    y: Array
-    x: Array
-    next_y: Array  # the y of plain Sinkhorn's next iteration
+    v: Array
+    u: Array
+    next_v: Array  # the v of plain Sinkhorn's next iteration
     error: Array
 
 
 class _Search(NamedTuple):
     """State of `_search`."""
 
-    y: Array  # the next point to sweep at
+    v: Array  # the next point to sweep at
     best: _Point
     mark_error: Array  # best error when it last fell by the factor _STALL_FACTOR
     mark_iteration: Array  # number of the sweep at which it did
@@ -302,7 +302,7 @@ class _Progress(NamedTuple):
     fresh: Array  # True if the kernel was not raised to a power since it was built
     lost: Array  # True if a column of the fresh kernel underflowed
     rebuild: Array  # True if the kernel must be built again
-    best_q: Array  # potentials of the columns at the best point of the last level
+    best_v: Array  # column log-scalings to absorb at the best point of the last level
     best_error: Array  # the error there
     final: Array  # True if the next search is the single sweep that ends the solve
     usable: Array  # False if K or epsilon is not finite
@@ -318,29 +318,29 @@ def _choose(condition: Array, yes: Any, no: Any) -> Any:
 # --- sweeps ------------------------------------------------------------------------------------
 
 
-def _evaluate(problem: _Problem, y: Array, s: Array, t: Array) -> tuple[_Point, Array]:
-    """Evaluates a point y from the sums of a sweep at it.
+def _evaluate(problem: _Problem, v: Array, s: Array, t: Array) -> tuple[_Point, Array]:
+    """Evaluates a point v from the sums of a sweep at it.
 
     Returns:
         The point, and the largest log-scaling of its rows.
     """
     live, b = problem.live, problem.b
-    # This x makes the rows of the plan exact. Its column sums are then b e^y t.
-    x = -jnp.log(s)
+    # This u makes the rows of the plan exact. Its column sums are then b e^v t.
+    u = -jnp.log(s)
     # Drift and column sums share the only all-reduce of a sweep.
-    row_drift = jnp.max(jnp.where(problem.live_rows, jnp.abs(x), 0.0))
+    row_drift = jnp.max(jnp.where(problem.live_rows, jnp.abs(u), 0.0))
     t, row_drift = sharding.psum_and_pmax(t, row_drift, problem.kernel.axes)
     # A column whose sum underflowed cannot be scaled. It makes the error infinite, however small
     # its weight is.
-    column_errors = jnp.where(t > 0, b * jnp.abs(jnp.exp(y) * t - 1.0), jnp.inf)
+    column_errors = jnp.where(t > 0, b * jnp.abs(jnp.exp(v) * t - 1.0), jnp.inf)
     error = jnp.sum(jnp.where(live, column_errors, 0.0))
-    return _Point(y, x, jnp.where(live, -jnp.log(t), y), error), row_drift
+    return _Point(v, u, jnp.where(live, -jnp.log(t), v), error), row_drift
 
 
 def _step(problem: _Problem, sweep: _Sweep, search: _Search) -> _Search:
     """Sweeps at the next point and chooses the one after it."""
-    y, best = search.y, search.best
-    point, row_drift = _evaluate(problem, y, *sweep(y))
+    v, best = search.v, search.best
+    point, row_drift = _evaluate(problem, v, *sweep(v))
     error, finite = point.error, jnp.isfinite(point.error)
     on_plateau = jnp.abs(error - best.error) <= _PLATEAU * error
     accepted = finite & (error <= _MAX_RISE * best.error)
@@ -348,18 +348,18 @@ def _step(problem: _Problem, sweep: _Sweep, search: _Search) -> _Search:
     # later point of such a plateau replaces an earlier one.
     best = _choose(finite & (error <= (1 + _PLATEAU) * best.error), point, best)
 
-    f = point.next_y - y
-    correction, history = anderson.update(search.history, y, f, problem.kernel.precision)
+    f = point.next_v - v
+    correction, history = anderson.update(search.history, v, f, problem.kernel.precision)
     # On a plateau f hardly changes, so the sign of the correction is noise. A correction against f
     # would make the search go back and forth.
     backward = on_plateau & (jnp.sum(problem.b * f * correction) < 0)
-    accelerated = point.next_y + jnp.where(backward, -correction, correction)
+    accelerated = point.next_v + jnp.where(backward, -correction, correction)
     drift = jnp.maximum(row_drift, jnp.max(jnp.where(problem.live, jnp.abs(accelerated), 0.0)))
     # If not even an unaccelerated step is finite, the kernel must be built again.
     hopeless = ~finite & (search.history.steps == 0)
     improved = best.error < _STALL_FACTOR * search.mark_error
     return _Search(
-        y=jnp.where(accepted, accelerated, best.next_y),
+        v=jnp.where(accepted, accelerated, best.next_v),
         best=best,
         mark_error=jnp.where(improved, best.error, search.mark_error),
         mark_iteration=jnp.where(improved, search.iterations, search.mark_iteration),
@@ -376,9 +376,9 @@ def _stalled(problem: _Problem, search: _Search, goal: Array) -> Array:
     return in_first_half & far & (search.iterations - search.mark_iteration >= _STALL_SWEEPS)
 
 
-def _unmeasured(problem: _Problem, y: Array) -> _Point:
-    """Returns a point with an unknown, infinite error, to start a search at y."""
-    return _Point(y, jnp.zeros_like(problem.log_a), y, jnp.asarray(jnp.inf, y.dtype))
+def _unmeasured(problem: _Problem, v: Array) -> _Point:
+    """Returns a point with an unknown, infinite error, to start a search at v."""
+    return _Point(v, jnp.zeros_like(problem.log_a), v, jnp.asarray(jnp.inf, v.dtype))
 
 
 def _search(
@@ -423,14 +423,14 @@ def _search(
         return first | (within & ~(search.best.error <= goal))
 
     state = _Search(
-        y=start.next_y,
+        v=start.next_v,
         best=start,
         mark_error=jnp.full_like(start.error, jnp.inf),
         mark_iteration=iterations,
         drift=jnp.zeros_like(start.error),
         iterations=iterations,
         # Empty, because the history of another level would mislead the acceleration.
-        history=anderson.init(start.y),
+        history=anderson.init(start.v),
     )
     with jax.named_scope("sweeps"):
         step = functools.partial(_step, problem, sweep)
@@ -475,11 +475,11 @@ def _search_int8(
     }
 
     def round_(rounds: _Rounds) -> _Rounds:
-        y = rounds.found.best.y
-        sums = sweep_exact(y)
-        ratios = jax.tree.map(jnp.divide, sums, sweep_int8(y))
+        v = rounds.found.best.v
+        sums = sweep_exact(v)
+        ratios = jax.tree.map(jnp.divide, sums, sweep_int8(v))
         ratios = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 1.0), ratios)
-        point, _ = _evaluate(problem, y, *sums)
+        point, _ = _evaluate(problem, v, *sums)
         # The rounds end when a round does not halve the error.
         improves = jnp.isfinite(point.error) & ~(point.error > 0.5 * rounds.exact.error)
         aim = jnp.maximum(_ROUND_AIM * goal, _ROUND_GAIN * point.error)
@@ -487,7 +487,7 @@ def _search_int8(
         aim = jnp.where(improves & (point.error > goal), aim, jnp.inf)
         found = _search(
             problem,
-            lambda y: jax.tree.map(jnp.multiply, sweep_int8(y), ratios),
+            lambda v: jax.tree.map(jnp.multiply, sweep_int8(v), ratios),
             point,
             rounds.found.iterations + 2,
             goal=aim,
@@ -512,10 +512,10 @@ def _search_int8(
 
 
 def _make_sweep(problem: _Problem, state: KernelState, *, int8: bool = False) -> _Sweep:
-    """Returns the sweep over a kernel as a function of y."""
+    """Returns the sweep over a kernel as a function of v."""
     sweep = problem.kernel.sweep_int8 if int8 else problem.kernel.sweep
     a = jnp.exp(problem.log_a)
-    return lambda y: sweep(state, a, problem.b * jnp.exp(y))
+    return lambda v: sweep(state, a, problem.b * jnp.exp(v))
 
 
 # --- levels of epsilon -------------------------------------------------------------------------
@@ -535,7 +535,7 @@ def _remember(progress: _Progress, best: _Point) -> _Progress:
     """Keeps the best point of the last level. A search that starts again may end at a worse one."""
     better = (progress.levels == 0) & (best.error < progress.best_error)
     return progress._replace(
-        best_q=jnp.where(better, progress.kernel.q + best.y, progress.best_q),
+        best_v=jnp.where(better, progress.kernel.absorbed_v + best.v, progress.best_v),
         best_error=jnp.where(better, best.error, progress.best_error),
     )
 
@@ -568,17 +568,19 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
     descend, end = finished & ~last, finished & last & ~back
 
     def lower(_: Any, state: KernelState) -> KernelState:
-        return problem.kernel.raise_power(state, best.x, best.y)
+        return problem.kernel.raise_power(state, best.u, best.v)
 
     # A `fori_loop` of zero or one iterations updates the kernel in place. A `cond` would copy it.
     state = jax.lax.fori_loop(0, descend.astype(jnp.int32), lower, progress.kernel)
     # After an unfinished search, the kernel is built again with potentials that have absorbed the
     # scalings of the best point.
-    absorbed = jnp.where(restart, problem.start_q, state.q + best.next_y)
+    absorbed = jnp.where(restart, problem.start_v, state.absorbed_v + best.next_v)
     state = state._replace(
-        q=jnp.where(back, progress.best_q, jnp.where(finished, state.q, absorbed)),
-        x=jnp.where(end, best.x, state.x),
-        y=jnp.where(end, best.y, state.y),
+        absorbed_v=jnp.where(
+            back, progress.best_v, jnp.where(finished, state.absorbed_v, absorbed)
+        ),
+        u=jnp.where(end, best.u, state.u),
+        v=jnp.where(end, best.v, state.v),
     )
     progress = progress._replace(
         kernel=state,
@@ -603,14 +605,14 @@ def _build(problem: _Problem, progress: _Progress) -> _Progress:
     """
     kernel, true = problem.kernel, jnp.ones_like(progress.done)
     # A column update in the log domain costs as much as a build.
-    q = jax.lax.cond(
+    absorbed_v = jax.lax.cond(
         progress.lost,
         lambda: kernel.update_columns(progress.kernel, problem.log_a),
-        lambda: progress.kernel.q,
+        lambda: progress.kernel.absorbed_v,
     )
-    built = kernel.build(progress.kernel._replace(q=q), problem.log_b)
-    usable = progress.usable & jnp.all(jnp.where(problem.live, jnp.isfinite(built.q), True))
-    own_rows = jnp.all(jnp.where(problem.live_rows, jnp.isfinite(built.p), True))
+    built = kernel.build(progress.kernel._replace(absorbed_v=absorbed_v), problem.log_b)
+    usable = progress.usable & jnp.all(jnp.where(problem.live, jnp.isfinite(absorbed_v), True))
+    own_rows = jnp.all(jnp.where(problem.live_rows, jnp.isfinite(built.absorbed_u), True))
     # All devices must agree. If their loops ended at different iterations, the next all-reduce
     # would wait forever.
     usable &= sharding.pmax((~own_rows).astype(jnp.int32), kernel.axes) == 0
@@ -645,7 +647,7 @@ def _run_int8(problem: _Problem, start: _Progress) -> _Progress:
     failed = trial.usable & ~(trial.error <= problem.tolerance)
     # The second solve builds its kernel in the memory of the first.
     memory = start.kernel._replace(matrix=trial.kernel.matrix, int8=trial.kernel.int8)
-    again = start._replace(kernel=memory, best_q=trial.best_q, best_error=trial.best_error)
+    again = start._replace(kernel=memory, best_v=trial.best_v, best_error=trial.best_error)
     exact = problem._replace(
         kernel=problem.kernel._replace(int8=False), max_iterations=most - trial.iterations
     )
@@ -665,15 +667,15 @@ def _number_of_levels(widest: Array, epsilon: Array, max_iterations: int) -> Arr
     return jnp.minimum(needed, min(max_iterations // 8, _MAX_LEVELS)).astype(jnp.int32)
 
 
-def _potentials_of(init_v: Array, log_b: Array, limit: Array) -> Array:
-    """Returns q = init_v - log b, shifted to a maximum of 0 and clipped at -limit."""
+def _relative(init_v: Array, log_b: Array, limit: Array) -> Array:
+    """Returns init_v - log b, shifted to a maximum of 0 and clipped at -limit."""
     if jnp.shape(init_v) != log_b.shape:
         raise checks.InputError(
             f"init_v must have shape ({log_b.size},), one entry per column of the affinity, "
             f"got {jnp.shape(init_v)}"
         )
     # Columns without a usable guess start at 0, as in textbook Sinkhorn. A constant added to v
-    # changes no plan, so the largest potential is set to 0.
+    # changes no plan, so the largest entry is set to 0.
     live = ~jnp.isneginf(log_b)
     usable = live & jnp.isfinite(init_v)
     guess = jnp.where(usable, init_v, 0.0) - jnp.where(usable, log_b, 0.0)
@@ -717,7 +719,7 @@ def solve(
         init_v: Column log-scalings to start from, instead of epsilon-scaling.
 
     Returns:
-        The scalings, and the state of the kernel with the final x and y.
+        The scalings, and the state of the kernel with the final u and v.
 
     Raises:
         InputError: `init_v` does not have one entry per column.
@@ -728,19 +730,19 @@ def solve(
     possible = (epsilon > 0) & jnp.isfinite(epsilon)
     target = jnp.where(possible, epsilon, 1.0)
     if init_v is None:
-        q, levels = jnp.zeros_like(log_b), _number_of_levels(widest, target, max_iterations)
+        start_v, levels = jnp.zeros_like(log_b), _number_of_levels(widest, target, max_iterations)
     else:
         # v - log b of a plan spans at most the range of K over epsilon, and a guess beyond it loses
         # digits. The factor 2 allows for cosines, which span up to 2 although `widest` is 1.
-        q, levels = _potentials_of(init_v, log_b, 2 * widest / target), jnp.int32(0)
-    q = jnp.where(live, q, -jnp.inf).astype(dtype)
+        start_v, levels = _relative(init_v, log_b, 2 * widest / target), jnp.int32(0)
+    start_v = jnp.where(live, start_v, -jnp.inf).astype(dtype)
     first = target * jnp.asarray(LEVEL_POWER, dtype) ** levels.astype(dtype)
-    start, false = kernel.blank(q, first), jnp.asarray(False)
+    start, false = kernel.blank(start_v, first), jnp.asarray(False)
     aim = jnp.asarray(tolerance, dtype)
     # Heavier than given, columns of a tiny weight cannot lose mass to the cap of the kernel. They
     # are scaled by the given weights below, which changes the marginals by less than rounding does.
     heavy = jnp.where(live, jnp.maximum(log_b, -MAX_EXPONENT), log_b)
-    problem = _Problem(kernel, log_a, heavy, aim, max_iterations, start.q)
+    problem = _Problem(kernel, log_a, heavy, aim, max_iterations, start.absorbed_v)
     progress = _Progress(
         kernel=start,
         error=jnp.asarray(jnp.inf, dtype),
@@ -749,7 +751,7 @@ def solve(
         fresh=false,
         lost=false,
         rebuild=~false,
-        best_q=start.q,
+        best_v=start.absorbed_v,
         best_error=jnp.asarray(jnp.inf, dtype),
         final=false,
         usable=possible,
@@ -758,7 +760,9 @@ def solve(
     )
     result = (_run_int8 if kernel.int8 else _run)(problem, progress)
     state, error = result.kernel, jnp.where(result.usable, result.error, jnp.inf)
-    u, v = log_a + state.p + state.x, log_b + jnp.where(live, state.q + state.y, 0.0)
+    # Here, and only here, log-scalings become those of K.
+    u = log_a + state.absorbed_u + state.u
+    v = log_b + jnp.where(live, state.absorbed_v + state.v, 0.0)
     scalings = Scalings(u, v, error, result.iterations, _status(result, tolerance))
     # Frees the int8 kernel.
     return scalings, state._replace(int8=sharding.vary_like(jnp.zeros(0, jnp.int8), log_a))
