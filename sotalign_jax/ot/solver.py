@@ -381,46 +381,35 @@ def _unmeasured(problem: _Problem, v: Array) -> _Point:
     return _Point(v, jnp.zeros_like(problem.log_a), v, jnp.asarray(jnp.inf, v.dtype))
 
 
+class _Limits(NamedTuple):
+    """Where a search ends."""
+
+    goal: Array  # error to reach
+    budget: Array  # number of sweeps of the solve at which the search ends
+    ignore_stall: Array  # True to continue after _STALL_SWEEPS without progress
+    # True to sweep at least once if the error of the start is unknown, whatever the budget.
+    forced: Array | bool = True
+    # True to end after _ROUND_STALL_SWEEPS without progress.
+    stop_early: Array | bool = False
+
+
 def _search(
-    problem: _Problem,
-    sweep: _Sweep,
-    start: _Point,
-    iterations: Array,
-    *,
-    goal: Array,
-    budget: Array,
-    ignore_stall: Array,
-    forced: Array | bool = True,
-    stop_early: Array | bool = False,
+    problem: _Problem, sweep: _Sweep, start: _Point, iterations: Array, limits: _Limits
 ) -> _Search:
-    """Sweeps until the error is at most `goal`.
+    """Sweeps until the error is at most the goal, or a limit is reached.
 
-    The search also ends when `budget` sweeps are spent, when the scalings drift too far, and when
-    the error stalls.
-
-    Args:
-        problem: Constants of the solve.
-        sweep: Computes the kernel's sums at a point.
-        start: The point to continue from, or an `_unmeasured` one.
-        iterations: Sweeps so far.
-        goal: Error to reach.
-        budget: Number of sweeps at which the search ends.
-        ignore_stall: True to continue after `_STALL_SWEEPS` without progress.
-        forced: True to sweep at least once if the error of the start is infinite, even if the
-            budget is spent.
-        stop_early: True to end after `_ROUND_STALL_SWEEPS` without progress.
-
-    Returns:
-        The last state of the search. Its best point is the result.
+    The search also ends when the scalings drift so far that the kernel must be built again. Its
+    best point is the result.
     """
 
     def unfinished(search: _Search) -> Array:
+        waited = search.iterations - search.mark_iteration
         # `~(error <= goal)` and not `error > goal`: a NaN must not look converged.
-        within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
-        within &= ignore_stall | ~_stalled(problem, search, goal)
-        within &= ~(stop_early & (search.iterations - search.mark_iteration >= _ROUND_STALL_SWEEPS))
-        first = forced & jnp.isinf(start.error) & (search.iterations == iterations)
-        return first | (within & ~(search.best.error <= goal))
+        within = (search.iterations < limits.budget) & (search.drift <= MAX_DRIFT)
+        within &= limits.ignore_stall | ~_stalled(problem, search, limits.goal)
+        within &= ~(limits.stop_early & (waited >= _ROUND_STALL_SWEEPS))
+        first = limits.forced & jnp.isinf(start.error) & (search.iterations == iterations)
+        return first | (within & ~(search.best.error <= limits.goal))
 
     state = _Search(
         v=start.next_v,
@@ -446,53 +435,47 @@ class _Rounds(NamedTuple):
     improves: Array  # True if the last round halved the exact error
 
 
-def _search_int8(
-    problem: _Problem, progress: _Progress, *, goal: Array, budget: Array, ignore_stall: Array
-) -> _Search:
+def _corrected(problem: _Problem, exact: _Sweep, int8: _Sweep, v: Array) -> tuple[_Point, _Sweep]:
+    """Measures a point exactly, and scales the sums of the int8 kernel to be exact there.
+
+    The scaled sums are nearly exact around the point.
+    """
+    sums = exact(v)
+    ratios = jax.tree.map(jnp.divide, sums, int8(v))
+    ratios = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 1.0), ratios)
+    point, _ = _evaluate(problem, v, *sums)
+    return point, lambda v: jax.tree.map(jnp.multiply, int8(v), ratios)
+
+
+def _search_int8(problem: _Problem, progress: _Progress, limits: _Limits) -> _Search:
     """Searches with few exact sweeps, by defect correction of the int8 kernel.
 
-    Every round measures the last point with one exact sweep. The ratios of the exact sums to those
-    of the int8 kernel are the correction: multiplied by them, the sums of the int8 kernel are exact
-    at this point, and nearly exact around it. The next search over the corrected int8 kernel aims
-    at _ROUND_GAIN times the error. The last search, over the exact kernel, starts at the best
-    measured point and sweeps only if that point misses the goal. At levels before the last one the
-    int8 kernel is accurate enough without a correction.
+    At levels before the last one, the int8 kernel is accurate enough as it is. At the last level,
+    rounds follow: each corrects the int8 kernel at the last point, and searches until the error has
+    fallen to _ROUND_GAIN times that of the point. They end when a round does not halve the error. A
+    search over the exact kernel then starts at the best measured point, and sweeps only if that
+    point misses the goal.
 
     References:
         H. J. Stetter, "The defect correction principle and discretization methods", Numer. Math. 29
         (1978).
     """
-    last = progress.levels == 0
-    sweep_exact = _make_sweep(problem, progress.kernel)
-    sweep_int8 = _make_sweep(problem, progress.kernel, int8=True)
+    last, goal, budget = progress.levels == 0, limits.goal, limits.budget
+    exact = _make_sweep(problem, progress.kernel)
+    int8 = _make_sweep(problem, progress.kernel, int8=True)
     # The two sweeps of a round and one of the last search must fit in the budget.
-    rounds_budget = jnp.where(last, budget - 3, budget)
-    limits: Any = {
-        "ignore_stall": ignore_stall,
-        "budget": rounds_budget,
-        "forced": ~last,
-        "stop_early": last,
-    }
+    rough = limits._replace(
+        budget=jnp.where(last, budget - 3, budget), forced=~last, stop_early=last
+    )
 
     def round_(rounds: _Rounds) -> _Rounds:
-        v = rounds.found.best.v
-        sums = sweep_exact(v)
-        ratios = jax.tree.map(jnp.divide, sums, sweep_int8(v))
-        ratios = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 1.0), ratios)
-        point, _ = _evaluate(problem, v, *sums)
-        # The rounds end when a round does not halve the error.
+        point, sweep = _corrected(problem, exact, int8, rounds.found.best.v)
         improves = jnp.isfinite(point.error) & ~(point.error > 0.5 * rounds.exact.error)
         aim = jnp.maximum(_ROUND_AIM * goal, _ROUND_GAIN * point.error)
         # When the rounds end, an infinite aim makes the search below return at once.
         aim = jnp.where(improves & (point.error > goal), aim, jnp.inf)
-        found = _search(
-            problem,
-            lambda v: jax.tree.map(jnp.multiply, sweep_int8(v), ratios),
-            point,
-            rounds.found.iterations + 2,
-            goal=aim,
-            **limits,
-        )
+        iterations = rounds.found.iterations + 2
+        found = _search(problem, sweep, point, iterations, rough._replace(goal=aim))
         rounds = _Rounds(found, _choose(improves, point, rounds.exact), improves)
         return sharding.vary_like(rounds, problem.log_a)
 
@@ -501,13 +484,13 @@ def _search_int8(
         return rounds.improves & within & ~(rounds.exact.error <= goal)
 
     zero = _unmeasured(problem, jnp.zeros_like(problem.log_b))
-    first = jnp.maximum(_ROUND_AIM * goal, _SCALING_TOLERANCE)
-    found = _search(problem, sweep_int8, zero, progress.iterations, goal=first, **limits)
+    aim = jnp.maximum(_ROUND_AIM * goal, _SCALING_TOLERANCE)
+    found = _search(problem, int8, zero, progress.iterations, rough._replace(goal=aim))
     rounds = sharding.vary_like(_Rounds(found, zero, last), problem.log_a)
     rounds = jax.lax.while_loop(unfinished, round_, rounds)
-    limits = {"ignore_stall": ignore_stall, "budget": budget, "forced": last}
-    limits |= {"goal": jnp.where(last, goal, jnp.inf)}
-    confirmed = _search(problem, sweep_exact, rounds.exact, rounds.found.iterations, **limits)
+    # At levels before the last one, this search returns at once.
+    confirm = limits._replace(goal=jnp.where(last, goal, jnp.inf), forced=last)
+    confirmed = _search(problem, exact, rounds.exact, rounds.found.iterations, confirm)
     return _choose(last, confirmed, found)
 
 
@@ -546,13 +529,13 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
     loose = jnp.maximum(problem.tolerance, _SCALING_TOLERANCE)
     goal = jnp.where(last, problem.tolerance, loose)
     budget = _budget(problem, progress)
-    limits: Any = {"goal": goal, "budget": budget, "ignore_stall": progress.plain}
+    limits = _Limits(goal, budget, ignore_stall=progress.plain)
     if problem.kernel.int8:
-        found = _search_int8(problem, progress, **limits)
+        found = _search_int8(problem, progress, limits)
     else:
         zero = _unmeasured(problem, jnp.zeros_like(problem.log_b))
         sweep = _make_sweep(problem, progress.kernel)
-        found = _search(problem, sweep, zero, progress.iterations, **limits)
+        found = _search(problem, sweep, zero, progress.iterations, limits)
     best, stalled = found.best, _stalled(problem, found, goal)
     failed, spent = ~jnp.isfinite(best.error), found.iterations >= budget
     # A search that stalls at the last level starts again without epsilon-scaling. At another level
@@ -682,6 +665,57 @@ def _relative(init_v: Array, log_b: Array, limit: Array) -> Array:
     return jnp.maximum(guess - jnp.max(guess, where=live, initial=-jnp.inf), -limit)
 
 
+def _init(
+    kernel: Kernel,
+    log_a: Array,
+    log_b: Array,
+    *,
+    epsilon: Array,
+    tolerance: Any,
+    max_iterations: int,
+    widest: Array,
+    init_v: Array | None,
+) -> tuple[_Problem, _Progress]:
+    """Chooses the first epsilon, and returns the constants and the initial state of a solve."""
+    dtype, live = log_a.dtype, ~jnp.isneginf(log_b)
+    possible = (epsilon > 0) & jnp.isfinite(epsilon)
+    target = jnp.where(possible, epsilon, 1.0)
+    if init_v is None:
+        start_v = jnp.zeros_like(log_b)
+        levels = _number_of_levels(widest, target, max_iterations)
+    else:
+        # v - log b of a plan spans at most the range of K over epsilon, and a guess beyond it loses
+        # digits. The factor 2 allows for cosines, which span up to 2 although `widest` is 1.
+        start_v = _relative(init_v, log_b, 2 * widest / target)
+        levels = jnp.int32(0)
+    start_v = jnp.where(live, start_v, -jnp.inf).astype(dtype)
+    first = target * jnp.asarray(LEVEL_POWER, dtype) ** levels.astype(dtype)
+    start = kernel.blank(start_v, first)
+    # Heavier than given, columns of a tiny weight cannot lose mass to the cap of the kernel. They
+    # are scaled by the given weights in the end, which changes the marginals by less than rounding
+    # does.
+    heavy = jnp.where(live, jnp.maximum(log_b, -MAX_EXPONENT), log_b)
+    aim = jnp.asarray(tolerance, dtype)
+    problem = _Problem(kernel, log_a, heavy, aim, max_iterations, start.absorbed_v)
+    false, infinity = jnp.asarray(False), jnp.asarray(jnp.inf, dtype)
+    progress = _Progress(
+        kernel=start,
+        error=infinity,
+        iterations=jnp.int32(0),
+        levels=levels,
+        fresh=false,
+        lost=false,
+        rebuild=~false,
+        best_v=start.absorbed_v,
+        best_error=infinity,
+        final=false,
+        usable=possible,
+        plain=levels == 0,
+        done=false,
+    )
+    return problem, progress
+
+
 def _status(result: _Progress, tolerance: Any) -> Array:
     """Returns the `Status` of a solve that has ended."""
     # No point of the last search has a finite error if a column of its kernel underflows.
@@ -725,44 +759,22 @@ def solve(
         InputError: `init_v` does not have one entry per column.
     """
     kernel = kernel._replace(int8=kernel.int8 and max_iterations >= _INT8_MIN_BUDGET)
-    dtype, live = log_a.dtype, ~jnp.isneginf(log_b)
-    epsilon, widest = jnp.asarray(epsilon, dtype), jnp.asarray(widest, dtype)
-    possible = (epsilon > 0) & jnp.isfinite(epsilon)
-    target = jnp.where(possible, epsilon, 1.0)
-    if init_v is None:
-        start_v, levels = jnp.zeros_like(log_b), _number_of_levels(widest, target, max_iterations)
-    else:
-        # v - log b of a plan spans at most the range of K over epsilon, and a guess beyond it loses
-        # digits. The factor 2 allows for cosines, which span up to 2 although `widest` is 1.
-        start_v, levels = _relative(init_v, log_b, 2 * widest / target), jnp.int32(0)
-    start_v = jnp.where(live, start_v, -jnp.inf).astype(dtype)
-    first = target * jnp.asarray(LEVEL_POWER, dtype) ** levels.astype(dtype)
-    start, false = kernel.blank(start_v, first), jnp.asarray(False)
-    aim = jnp.asarray(tolerance, dtype)
-    # Heavier than given, columns of a tiny weight cannot lose mass to the cap of the kernel. They
-    # are scaled by the given weights below, which changes the marginals by less than rounding does.
-    heavy = jnp.where(live, jnp.maximum(log_b, -MAX_EXPONENT), log_b)
-    problem = _Problem(kernel, log_a, heavy, aim, max_iterations, start.absorbed_v)
-    progress = _Progress(
-        kernel=start,
-        error=jnp.asarray(jnp.inf, dtype),
-        iterations=jnp.int32(0),
-        levels=levels,
-        fresh=false,
-        lost=false,
-        rebuild=~false,
-        best_v=start.absorbed_v,
-        best_error=jnp.asarray(jnp.inf, dtype),
-        final=false,
-        usable=possible,
-        plain=levels == 0,
-        done=false,
+    dtype = log_a.dtype
+    problem, start = _init(
+        kernel,
+        log_a,
+        log_b,
+        epsilon=jnp.asarray(epsilon, dtype),
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        widest=jnp.asarray(widest, dtype),
+        init_v=init_v,
     )
-    result = (_run_int8 if kernel.int8 else _run)(problem, progress)
+    result = (_run_int8 if kernel.int8 else _run)(problem, start)
     state, error = result.kernel, jnp.where(result.usable, result.error, jnp.inf)
     # Here, and only here, log-scalings become those of K.
     u = log_a + state.absorbed_u + state.u
-    v = log_b + jnp.where(live, state.absorbed_v + state.v, 0.0)
+    v = log_b + jnp.where(problem.live, state.absorbed_v + state.v, 0.0)
     scalings = Scalings(u, v, error, result.iterations, _status(result, tolerance))
     # Frees the int8 kernel.
     return scalings, state._replace(int8=sharding.vary_like(jnp.zeros(0, jnp.int8), log_a))
