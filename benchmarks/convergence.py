@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from benchmarks import common
 from benchmarks.common import Problem
-from sotalign_jax.ot.kernel import Cosines, Kernel
+from sotalign_jax.ot.affinity import Cosines
+from sotalign_jax.ot.kernel import Kernel
 from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
 from sotalign_jax.ot.solver import solve
 

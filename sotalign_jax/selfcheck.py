@@ -26,7 +26,8 @@ from jaxtyping import Array
 
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity, blocks, device, klot, sharding, solver
-from sotalign_jax.ot.kernel import Cosines, Kernel, KernelState, widen
+from sotalign_jax.ot.affinity import Cosines
+from sotalign_jax.ot.kernel import Kernel, KernelState, widen
 
 # Names of the algorithms of matrix products.
 ALGORITHMS: Any = {

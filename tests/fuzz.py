@@ -39,7 +39,8 @@ from tqdm import tqdm
 
 from benchmarks import common
 from sotalign_jax.ot import affinity
-from sotalign_jax.ot.kernel import MAX_EXPONENT, Cosines, Kernel
+from sotalign_jax.ot.affinity import Cosines
+from sotalign_jax.ot.kernel import MAX_EXPONENT, Kernel
 from sotalign_jax.ot.klot import klot, klot_from_embeddings
 from sotalign_jax.ot.sinkhorn import sinkhorn
 from sotalign_jax.ot.solver import Scalings, solve

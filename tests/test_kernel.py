@@ -11,7 +11,8 @@ import pytest
 
 from sotalign_jax.ot import blocks, device, solver
 from sotalign_jax.ot import kernel as kernel_lib
-from sotalign_jax.ot.kernel import Cosines, Kernel, Matrix
+from sotalign_jax.ot.affinity import Cosines, Matrix
+from sotalign_jax.ot.kernel import Kernel
 
 N, M, EPSILON = 12, 9, 0.05
 KINDS = pytest.mark.parametrize("kind", ["given", "stored", "streamed"])

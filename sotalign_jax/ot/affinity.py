@@ -1,6 +1,12 @@
-"""L2 normalisation, cosine affinities, and matrix products of a given precision."""
+"""L2 normalisation, affinities by blocks of rows, and matrix products of a given precision.
 
+An affinity K is a `Matrix` or the `Cosines` of features. Both give blocks of their `rows`, so that
+no more of K than a block must exist. `Features.pull` takes a gradient in K back to the features.
+"""
+
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks
-from sotalign_jax.ot import device, sharding
+from sotalign_jax.ot import blocks, device, sharding
+from sotalign_jax.ot.blocks import Block
 
 ArrayLike = jax.Array | np.ndarray
 """Arrays that public functions accept. Nested lists work as well."""
@@ -228,6 +235,153 @@ def cosine(
     # Rows of x and y may be split over the same devices, and a product has only one such axis.
     with sharding.mesh_of(x, y):
         return dot(x, sharding.gather_explicit(y).T, precision)
+
+
+# --- affinities that a kernel is built from ---
+
+
+class Matrix(NamedTuple):
+    """A given affinity K minus the largest entry of each row, which changes no plan.
+
+    Without the subtraction, a large K/epsilon would leave float32 no digits for differences.
+
+    Attributes:
+        k: Affinity K.
+        top: Largest entry of each row.
+    """
+
+    k: Float[Array, "n m"]
+    top: Float[Array, " n"]
+
+    @property
+    def height(self) -> int:
+        """Number of rows."""
+        return len(self.k)
+
+    def rows(self, block: Block) -> Float[Array, "size m"]:
+        """Returns a block of rows of K."""
+        return block.of(self.k) - block.of(self.top)[:, None]
+
+
+class Cosines(NamedTuple):
+    """The cosine affinity K = diag(f_scale) f g^T diag(g_scale) of raw features.
+
+    The inverse norms are kept beside f and g, so that no normalised copy of them exists.
+
+    Attributes:
+        f: Raw features of the rows.
+        g: Raw features of the columns.
+        f_scale: Inverse norms of f.
+        g_scale: Inverse norms of g.
+        precision: Precision of the product.
+    """
+
+    f: Float[Array, "n d"]
+    g: Float[Array, "m d"]
+    f_scale: Float[Array, " n"]
+    g_scale: Float[Array, " m"]
+    precision: jax.lax.PrecisionLike = HIGHEST
+
+    @classmethod
+    def of(cls, f: Array, g: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> "Cosines":
+        """Builds cosine affinities from raw features.
+
+        Args:
+            f: Features of the rows, shape [n, d].
+            g: Features of the columns, shape [m, d].
+            precision: Precision of the product.
+
+        Returns:
+            The affinity.
+
+        Example:
+            >>> from sotalign_jax.ot.blocks import Block
+            >>> block = Block(jnp.int32(0), 1, jnp.array([True]))
+            >>> Cosines.of(jnp.array([[3.0, 4.0]]), jnp.eye(2)).rows(block)
+            Array([[0.6, 0.8]], dtype=float32)
+        """
+        if f.dtype == g.dtype == jnp.bfloat16:
+            # Rescaled, so that their products cannot overflow.
+            f, g = rescaled(f), rescaled(g)
+        return cls(f, g, inverse_norms(f), inverse_norms(g), precision)
+
+    @property
+    def height(self) -> int:
+        """Number of rows."""
+        return len(self.f)
+
+    def rows(self, block: Block) -> Float[Array, "size m"]:
+        """Returns a block of rows of K."""
+        if self.f.dtype == self.g.dtype == jnp.bfloat16:
+            # Products of bfloat16 numbers are exact in float32, so one bfloat16 pass is exact. The
+            # scale follows, because scaled rows would not be bfloat16 numbers.
+            cosines = dot(block.of(self.f), self.g.T) * block.of(self.f_scale)[:, None]
+        else:
+            cosines = dot(self.left(block), self.g.T, self.precision)
+        return cosines * self.g_scale[None, :]
+
+    def left(self, block: Block) -> Float[Array, "size d"]:
+        """Returns a block of normalised rows of f."""
+        return as_float(block.of(self.f)) * block.of(self.f_scale)[:, None]
+
+
+def _through_norm(gradient: Array, x: Array, factor: Array) -> Array:
+    """Returns factor times the gradient in x, given the gradient in x/||x||."""
+    rows, scale = as_float(x), inverse_norms(x)
+    # The Jacobian of x/||x|| removes the component along x and divides by ||x||.
+    along = jnp.sum(gradient * rows, axis=1) * scale * scale
+    return ((gradient - along[:, None] * rows) * (scale * factor)[:, None]).astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """Raw features, whose cosines are an affinity that a loss is differentiated in.
+
+    Attributes:
+        f: Features of the rows.
+        g: Features of the columns.
+        affinity_precision: Precision of the cosines.
+        plan_precision: Precision of the products of plans with features.
+        storage: The n x m arrays that are kept in memory.
+    """
+
+    f: Float[Array, "n d"]
+    g: Float[Array, "m d"]
+    affinity_precision: jax.lax.PrecisionLike = dataclasses.field(metadata={"static": True})
+    plan_precision: jax.lax.PrecisionLike = dataclasses.field(metadata={"static": True})
+    storage: blocks.Storage = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the affinity."""
+        return len(self.f), len(self.g)
+
+    def cosines(self, axes: sharding.Axes) -> Cosines:
+        """Returns the affinity of this device's rows.
+
+        Args:
+            axes: Axes of the mesh that rows are split over.
+
+        Returns:
+            The affinity.
+        """
+        # Every device needs all columns in every block, so they are gathered once.
+        return Cosines.of(self.f, sharding.all_gather(self.g, axes), self.affinity_precision)
+
+    def pull(self, right: Array, left: Array, factor: Array) -> "Features":
+        """Pulls a gradient D in the affinity back to the features.
+
+        Args:
+            right: D G for normalised columns G, shape [n, d].
+            left: D^T F for normalised rows F, shape [m, d].
+            factor: Number by which the gradient is multiplied.
+
+        Returns:
+            The gradients of f and g.
+        """
+        f, g = _through_norm(right, self.f, factor), _through_norm(left, self.g, factor)
+        return dataclasses.replace(self, f=f, g=g)
 
 
 # --- checks ---

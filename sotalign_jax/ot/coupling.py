@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sotalign_jax.ot import affinity, blocks, device, sharding
+from sotalign_jax.ot.affinity import Cosines
 from sotalign_jax.ot.blocks import Block, over_rows
-from sotalign_jax.ot.kernel import Cosines, Kernel
+from sotalign_jax.ot.kernel import Kernel
 from sotalign_jax.ot.solver import MAX_ITERATIONS, goal, solve
 
 

@@ -29,7 +29,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from sotalign_jax.ot import affinity, blocks, sharding
-from sotalign_jax.ot.affinity import HIGHEST
+from sotalign_jax.ot.affinity import HIGHEST, Cosines, Matrix
 from sotalign_jax.ot.blocks import Block, over_rows
 
 MAX_DRIFT = 30.0
@@ -40,91 +40,6 @@ MAX_EXPONENT = 50.0
 A diag(b) sum to 1, so no entry is capped if all weights b are at least exp(-MAX_EXPONENT)."""
 LEVEL_POWER = 4
 """Ratio of consecutive epsilons when a small epsilon is approached from above."""
-
-
-class Matrix(NamedTuple):
-    """A given affinity K minus the largest entry of each row, which changes no plan.
-
-    Without the subtraction, a large K/epsilon would leave float32 no digits for differences.
-
-    Attributes:
-        k: Affinity K.
-        top: Largest entry of each row.
-    """
-
-    k: Float[Array, "n m"]
-    top: Float[Array, " n"]
-
-    @property
-    def height(self) -> int:
-        """Number of rows."""
-        return len(self.k)
-
-    def rows(self, block: Block) -> Float[Array, "size m"]:
-        """Returns a block of rows of K."""
-        return block.of(self.k) - block.of(self.top)[:, None]
-
-
-class Cosines(NamedTuple):
-    """The cosine affinity K = diag(f_scale) f g^T diag(g_scale) of raw features.
-
-    The inverse norms are kept beside f and g, so that no normalised copy of them exists.
-
-    Attributes:
-        f: Raw features of the rows.
-        g: Raw features of the columns.
-        f_scale: Inverse norms of f.
-        g_scale: Inverse norms of g.
-        precision: Precision of the product.
-    """
-
-    f: Float[Array, "n d"]
-    g: Float[Array, "m d"]
-    f_scale: Float[Array, " n"]
-    g_scale: Float[Array, " m"]
-    precision: jax.lax.PrecisionLike = HIGHEST
-
-    @classmethod
-    def of(cls, f: Array, g: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> "Cosines":
-        """Builds cosine affinities from raw features.
-
-        Args:
-            f: Features of the rows, shape [n, d].
-            g: Features of the columns, shape [m, d].
-            precision: Precision of the product.
-
-        Returns:
-            The affinity.
-
-        Example:
-            >>> from sotalign_jax.ot.blocks import Block
-            >>> block = Block(jnp.int32(0), 1, jnp.array([True]))
-            >>> Cosines.of(jnp.array([[3.0, 4.0]]), jnp.eye(2)).rows(block)
-            Array([[0.6, 0.8]], dtype=float32)
-        """
-        if f.dtype == g.dtype == jnp.bfloat16:
-            # Rescaled, so that their products cannot overflow.
-            f, g = affinity.rescaled(f), affinity.rescaled(g)
-        return cls(f, g, affinity.inverse_norms(f), affinity.inverse_norms(g), precision)
-
-    @property
-    def height(self) -> int:
-        """Number of rows."""
-        return len(self.f)
-
-    def rows(self, block: Block) -> Float[Array, "size m"]:
-        """Returns a block of rows of K."""
-        if self.f.dtype == self.g.dtype == jnp.bfloat16:
-            # Products of bfloat16 numbers are exact in float32, so one bfloat16 pass is exact. The
-            # scale follows, because scaled rows would not be bfloat16 numbers.
-            cosines = affinity.dot(block.of(self.f), self.g.T) * block.of(self.f_scale)[:, None]
-        else:
-            cosines = affinity.dot(self.left(block), self.g.T, self.precision)
-        return cosines * self.g_scale[None, :]
-
-    def left(self, block: Block) -> Float[Array, "size d"]:
-        """Returns a block of normalised rows of f."""
-        return affinity.as_float(block.of(self.f)) * block.of(self.f_scale)[:, None]
 
 
 class KernelState(NamedTuple):

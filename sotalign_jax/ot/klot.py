@@ -36,9 +36,9 @@ from jaxtyping import Array, Bool, Float
 
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity, blocks, device, sharding
-from sotalign_jax.ot.affinity import ArrayLike
+from sotalign_jax.ot.affinity import ArrayLike, Features
 from sotalign_jax.ot.blocks import Block, over_rows
-from sotalign_jax.ot.kernel import Cosines, Kernel, KernelState
+from sotalign_jax.ot.kernel import Kernel, KernelState
 from sotalign_jax.ot.sinkhorn import (
     Weights,
     check_limits,
@@ -71,47 +71,12 @@ class KlotAux(NamedTuple):
         return (self.student.status != failed) & (self.teacher.status != failed)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Features:
-    """Raw features, whose cosines are an affinity.
-
-    Attributes:
-        f: Features of the rows.
-        g: Features of the columns.
-        affinity_precision: Precision of the cosines.
-        plan_precision: Precision of the products of plans with features.
-        storage: The n x m arrays that are kept in memory.
-    """
-
-    f: Float[Array, "n d"]
-    g: Float[Array, "m d"]
-    affinity_precision: jax.lax.PrecisionLike = dataclasses.field(metadata={"static": True})
-    plan_precision: jax.lax.PrecisionLike = dataclasses.field(metadata={"static": True})
-    storage: blocks.Storage = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the affinity."""
-        return len(self.f), len(self.g)
-
-    def cosines(self, axes: sharding.Axes) -> Cosines:
-        """Returns the affinity of this device's rows."""
-        # Every device needs all columns in every block, so they are gathered once.
-        return Cosines.of(self.f, sharding.all_gather(self.g, axes), self.affinity_precision)
-
-    def pull(self, right: Array, left: Array, factor: Array) -> _Features:
-        """Returns the gradients of f and g, given `factor` times those of the normalised rows."""
-        f, g = _through_norm(right, self.f, factor), _through_norm(left, self.g, factor)
-        return dataclasses.replace(self, f=f, g=g)
-
-
-_Affinity = Array | _Features
+_Affinity = Array | Features
 
 
 def _derivatives_error(affinity: _Affinity) -> str:
     """Returns the message for derivatives that are not supported."""
-    of_features = isinstance(affinity, _Features)
+    of_features = isinstance(affinity, Features)
     name, arguments = ("klot_from_embeddings", "f and g") if of_features else ("klot", "K")
     return (
         f"{name} supports only first derivatives in {arguments} by reverse mode (jax.grad, "
@@ -153,25 +118,33 @@ class _Divergence(NamedTuple):
 
 @jax.custom_vjp
 def _klot(
-    student: _Affinity, teacher: _Affinity, weights: Weights, options: Options, star: Options
+    student: _Affinity,
+    teacher: _Affinity,
+    weights: Weights,
+    options: Options,
+    options_star: Options,
 ) -> tuple[Array, KlotAux]:
     """Computes KL(P* || P) and both plans' scalings. Differentiable in the student's affinity."""
-    return _klot_fwd(student, teacher, weights, options, star)[0]
+    return _klot_fwd(student, teacher, weights, options, options_star)[0]
 
 
 def _klot_fwd(
-    student: _Affinity, teacher: _Affinity, weights: Weights, options: Options, star: Options
+    student: _Affinity,
+    teacher: _Affinity,
+    weights: Weights,
+    options: Options,
+    options_star: Options,
 ) -> Any:
-    """Computes value and gradient. `options` are those of the student, `star` of the teacher."""
+    """Computes value and gradient. The teacher is solved with `options_star`."""
     # Second derivatives differentiate this function, and raise here.
     student, teacher = constant(_derivatives_error(student), (student, teacher))
-    of_features = isinstance(student, _Features)
+    of_features = isinstance(student, Features)
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Any, Any]:
-        (student, teacher, log_a), (log_b, options, star) = rows, shared
+        (student, teacher, log_a), (log_b, options, options_star) = rows, shared
         divergence = _from_features if of_features else _from_matrices
         value, gradient, aux = divergence(
-            axes, student, teacher, Weights(log_a, log_b), options, star
+            axes, student, teacher, Weights(log_a, log_b), options, options_star
         )
         # The loss of plans that do not exist is NaN, and not a number that looks plausible.
         value, gradient = jax.tree.map(
@@ -180,11 +153,11 @@ def _klot_fwd(
         return (gradient, [plan.u for plan in aux]), (value, [plan[1:] for plan in aux])
 
     with sharding.mesh_of(*jax.tree.leaves((student, teacher))):
-        shared = weights.log_b, options, star
+        shared = weights.log_b, options, options_star
         # Features of columns are split like those of rows, so vectors of columns are padded alike.
         if of_features:
             log_b = sharding.split(weights.log_b, -jnp.inf)
-            shared = log_b, _split_init_v(options), _split_init_v(star)
+            shared = log_b, _split_init_v(options), _split_init_v(options_star)
         log_a = sharding.split(weights.log_a, -jnp.inf)
         rows = *jax.tree.map(sharding.split, (student, teacher)), log_a
         (gradient, us), (value, others) = sharding.shard_map(own_rows, rows, shared)
@@ -193,7 +166,7 @@ def _klot_fwd(
         gradient = jax.tree.map(
             lambda dx, x: sharding.like(sharding.join(dx, len(x)), x), gradient, student
         )
-    return (value, aux), (gradient, teacher, weights, options, star)
+    return (value, aux), (gradient, teacher, weights, options, options_star)
 
 
 def _klot_bwd(residuals: Any, cotangents: Any) -> Any:
@@ -223,10 +196,15 @@ def _without_padding(shape: tuple[int, int], us: Any, others: Any) -> KlotAux:
 
 
 def _from_matrices(
-    axes: sharding.Axes, k: Array, k_star: Array, weights: Weights, options: Options, star: Options
+    axes: sharding.Axes,
+    k: Array,
+    k_star: Array,
+    weights: Weights,
+    options: Options,
+    options_star: Options,
 ) -> _Divergence:
     """Solves both plans of this device's rows of K, and subtracts their matrices."""
-    target = solve_matrix(k_star, weights, star, axes)
+    target = solve_matrix(k_star, weights, options_star, axes)
     plan = solve_matrix(k, weights, _after(options, target.scalings), axes)
     log_p, log_p_star = plan.log_matrix(), target.log_matrix()
     p_star = jnp.exp(log_p_star)
@@ -250,14 +228,6 @@ def _cast(*features: ArrayLike) -> tuple[Array, ...]:
     if z.dtype == jnp.float32 and given[2].dtype == given[3].dtype == jnp.bfloat16:
         z, w = given[2:]
     return f, g, z, w
-
-
-def _through_norm(gradient: Array, x: Array, factor: Any) -> Array:
-    """Returns factor times the gradient in x, given the gradient in x/||x||."""
-    rows, scale = affinity.as_float(x), affinity.inverse_norms(x)
-    # The Jacobian of x/||x|| removes the component along x and divides by ||x||.
-    along = jnp.sum(gradient * rows, axis=1) * scale * scale
-    return ((gradient - along[:, None] * rows) * (scale * factor)[:, None]).astype(x.dtype)
 
 
 class _KernelPlan(NamedTuple):
@@ -294,7 +264,7 @@ class _KernelPlan(NamedTuple):
 
 
 def _solve_features(
-    features: _Features, weights: Weights, options: Options, axes: sharding.Axes
+    features: Features, weights: Weights, options: Options, axes: sharding.Axes
 ) -> _KernelPlan:
     """Solves the plan of features from this device's rows."""
     block_size, _, int8 = features.storage
@@ -333,7 +303,7 @@ class _Products(NamedTuple):
 
 
 def _multiply(
-    student: _KernelPlan, teacher: _KernelPlan, weights: Weights, features: _Features
+    student: _KernelPlan, teacher: _KernelPlan, weights: Weights, features: Features
 ) -> _Products:
     """Multiplies P - P* with the student's features, a block of rows at a time."""
     cosines: Any = student.kernel.affinity
@@ -396,15 +366,15 @@ def _fenchel_young(
 
 def _from_features(
     axes: sharding.Axes,
-    student: _Features,
-    teacher: _Features,
+    student: Features,
+    teacher: Features,
     weights: Weights,
     options: Options,
-    star: Options,
+    options_star: Options,
 ) -> _Divergence:
     """Solves both plans of this device's rows, and multiplies their difference with features."""
     with jax.named_scope("teacher_plan"):
-        target = _solve_features(teacher, weights, star, axes)
+        target = _solve_features(teacher, weights, options_star, axes)
         # If two kernels do not fit, frees the teacher's before the student's is built.
         if teacher.storage.block_size is None and not teacher.storage.both:
             target = target.without_matrix()
@@ -417,7 +387,7 @@ def _from_features(
     rows, columns = products.rows + star_rows, products.columns + star_columns
     aux = KlotAux(
         plan.measured(rows, columns, weights, options.tolerance),
-        target.measured(star_rows, star_columns, weights, star.tolerance),
+        target.measured(star_rows, star_columns, weights, options_star.tolerance),
     )
     # Sums over all devices, and leaves each device the gradient of its own columns.
     left = sharding.psum_scatter(products.left, axes)
@@ -772,8 +742,8 @@ def klot_from_embeddings(
     if precision is not None:
         # A user who asks for a precision gets it in every role.
         own = own._replace(**dict.fromkeys(device.ROLES, precision))
-    teacher = _Features(z, w, own.teacher, own.gradient, storage)
+    teacher = Features(z, w, own.teacher, own.gradient, storage)
     # The student needs too few sweeps for an int8 kernel to pay off if its kernel is stored.
     storage = storage._replace(int8=storage.int8 and storage.block_size is not None)
-    student = _Features(f, g, own.student, own.gradient, storage)
+    student = Features(f, g, own.student, own.gradient, storage)
     return _call(student, teacher, weights, options, mass=mass, return_aux=return_aux)
