@@ -519,8 +519,9 @@ def klot(
     """Computes KLOT(K || K*) = KL(P* || P) with P = OT_eps(K) and P* = OT_eps*(K*).
 
     The gradient in K is (P - P*)/eps in closed form. It is exact if both plans have converged,
-    which `return_aux` shows. Sinkhorn is not differentiated. The backward pass keeps K, K* and
-    vectors of length n or m. `K_star` is a constant and receives no gradient.
+    which `return_aux` shows. Sinkhorn is not differentiated. The gradient is computed with the
+    value, so that the backward pass keeps this matrix alone. `K_star` is a constant and receives no
+    gradient.
 
     Args:
         K: Student affinity, shape [n, m].
