@@ -11,6 +11,7 @@ from jax.test_util import check_grads
 from sotalign_jax import checks, losses
 from sotalign_jax.ot import affinity, blocks, device
 from sotalign_jax.ot import klot as klot_lib
+from sotalign_jax.ot.solver import Status
 
 K = [[0.6, 0.1, -0.2], [0.0, 0.5, 0.3], [0.2, -0.1, 0.4]]
 K_STAR = [[0.5, 0.45, 0.0], [0.1, 0.2, 0.35], [0.3, 0.0, 0.1]]
@@ -572,7 +573,10 @@ def test_klot_propagates_nan_affinities():
         (jnp.eye(3), nan),
         (jnp.eye(3).at[0, 1].set(jnp.nan), nan),
     ):
-        assert jnp.isnan(klot_lib.klot(k, k_star, max_iterations=5))
+        value, aux = klot_lib.klot(k, k_star, max_iterations=5, return_aux=True)
+        assert jnp.isnan(value) and not aux.solved
+        for plan, given in zip(aux, (k, k_star), strict=True):
+            assert (plan.status == Status.NOT_FINITE) == jnp.isnan(given).any()
 
 
 def test_klot_from_embeddings_ignores_values_in_padding(rng):

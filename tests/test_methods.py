@@ -14,6 +14,7 @@ from scipy.special import logsumexp
 
 from sotalign_jax import checks, heads, methods, sampling, teachers
 from sotalign_jax.methods import sotalign
+from sotalign_jax.ot.solver import Status
 
 D_X, D_Y, DIM, PAIRS, N, M = 7, 6, 4, 8, 12, 10
 EPSILON, EPSILON_STAR = 0.1, 0.05
@@ -352,3 +353,4 @@ def test_sotalign_metrics_report_teacher_convergence(student, batch, teacher):
     metrics = evaluate(method, student, batch, teacher).metrics
     assert metrics["teacher_iterations"] <= 3
     assert metrics["teacher_error"] > 1e-6
+    assert metrics["teacher_status"] == Status.OUT_OF_ITERATIONS and not metrics["converged"]

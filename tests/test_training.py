@@ -403,6 +403,13 @@ def test_fit_stops_on_nan_in_the_pool(start, dataset, teacher):
         run(SOTALIGN, start, spoiled, WHOLE_POOL, teacher=teacher)
 
 
+def test_fit_warns_with_the_status_of_unconverged_plans(start, dataset, teacher):
+    method = methods.SOTAlign(max_iterations=2, tolerance=1e-6)
+    config = dataclasses.replace(CONFIG, steps=1)
+    with pytest.warns(UserWarning, match=r"step 1 .*teacher .*OUT_OF_ITERATIONS"):
+        run(method, start, dataset, config, teacher=teacher)
+
+
 def test_fit_stops_on_too_large_learning_rate(start, dataset):
     config = dataclasses.replace(CONFIG, learning_rate=1e30)
     with pytest.raises(training.NonFiniteLossError, match=r"at step 2 \(.*; lower learning_rate"):
