@@ -15,7 +15,7 @@ second:
 
     _run      calls `_build` until the solve is done.
     _build    builds A from K, then calls `_level` for one epsilon after the other.
-    _level    searches at one epsilon, then lowers it or asks for a new build.
+    _level    searches at one epsilon. `_advance` then lowers it or asks for a new build.
     _search   sweeps until the error of the columns is small. A sweep is one iteration.
 
 A stored A reaches the next level by taking the fourth power of its entries. It is built again only
@@ -32,6 +32,8 @@ References:
     epsilon-scaling.
     B. Schmitzer, "Stabilized sparse scaling algorithms for entropy regularized transport
     problems", SISC 41 (2019): absorption and epsilon-scaling.
+    L. Chizat et al., "Scaling algorithms for unbalanced optimal transport problems", Math. Comp. 87
+    (2018): absorption of large scalings.
     H. F. Walker and P. Ni, "Anderson acceleration for fixed-point iterations", SINUM 49 (2011).
     H. J. Stetter, "The defect correction principle and discretization methods", Numer. Math. 29
     (1978): the exact sweeps that correct an approximate kernel.
@@ -296,17 +298,22 @@ class _Progress(NamedTuple):
     """State of the solve between two searches."""
 
     kernel: KernelState
+    # Result of the last search.
     error: Array
     iterations: Array
+    # Epsilon-scaling (Schmitzer 2019).
     levels: Array  # number of levels still to come
+    plain: Array  # True if the solve started, or restarted, at the last level
+    # Absorption of large log-scalings (Chizat et al. 2018).
     fresh: Array  # True if the kernel was not raised to a power since it was built
     lost: Array  # True if a column of the fresh kernel underflowed
     rebuild: Array  # True if the kernel must be built again
-    best_v: Array  # column log-scalings to absorb at the best point of the last level
-    best_error: Array  # the error there
+    # The best point of the last level, to which a solve that misses its goal returns.
+    best_v: Array  # column log-scalings to absorb
+    best_error: Array
+    # The end.
     final: Array  # True if the next search is the single sweep that ends the solve
     usable: Array  # False if K or epsilon is not finite
-    plain: Array  # True if the solve started, or restarted, at the last level
     done: Array
 
 
@@ -525,17 +532,22 @@ def _remember(progress: _Progress, best: _Point) -> _Progress:
 
 def _level(problem: _Problem, progress: _Progress) -> _Progress:
     """Searches at the current epsilon, then moves to the next one or asks for a rebuild."""
-    last, most = progress.levels == 0, problem.max_iterations
     loose = jnp.maximum(problem.tolerance, _SCALING_TOLERANCE)
-    goal = jnp.where(last, problem.tolerance, loose)
-    budget = _budget(problem, progress)
-    limits = _Limits(goal, budget, ignore_stall=progress.plain)
+    goal = jnp.where(progress.levels == 0, problem.tolerance, loose)
+    limits = _Limits(goal, _budget(problem, progress), ignore_stall=progress.plain)
     if problem.kernel.int8:
         found = _search_int8(problem, progress, limits)
     else:
         zero = _unmeasured(problem, jnp.zeros_like(problem.log_b))
         sweep = _make_sweep(problem, progress.kernel)
         found = _search(problem, sweep, zero, progress.iterations, limits)
+    return _advance(problem, progress, found, limits)
+
+
+def _advance(problem: _Problem, progress: _Progress, found: _Search, limits: _Limits) -> _Progress:
+    """Decides what follows a search: the next level, a rebuild, or the end."""
+    last, most = progress.levels == 0, problem.max_iterations
+    goal, budget = limits.goal, limits.budget
     best, stalled = found.best, _stalled(problem, found, goal)
     failed, spent = ~jnp.isfinite(best.error), found.iterations >= budget
     # A search that stalls at the last level starts again without epsilon-scaling. At another level
