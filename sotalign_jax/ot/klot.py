@@ -28,7 +28,7 @@ from __future__ import annotations  # help() then shows the annotations as they 
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +185,7 @@ def _split_init_v(options: Options) -> Options:
     return dataclasses.replace(options, init_v=jax.tree.map(sharding.split, options.init_v))
 
 
-def _without_padding(shape: tuple[int, int], us: Any, others: Any) -> KlotAux:
+def _without_padding(shape: tuple[int, ...], us: Any, others: Any) -> KlotAux:
     """Joins u and the other fields of both plans' scalings, without padding."""
     n, m = shape
     both = zip(us, others, strict=True)
@@ -400,6 +400,26 @@ def _from_features(
 _compiled = jax.jit(_klot)
 
 
+class _KlotOptions(TypedDict, total=False):
+    """Keyword options of `klot`, for type checkers: `return_aux` decides the type of the result."""
+
+    epsilon: Any
+    epsilon_star: Any
+    marginals: str
+    tolerance: Any
+    max_iterations: int
+    precision: jax.lax.PrecisionLike
+    log_a: ArrayLike | None
+    log_b: ArrayLike | None
+    init_v: tuple[ArrayLike, ArrayLike] | None
+
+
+class _EmbeddingsOptions(_KlotOptions, total=False):
+    """Keyword options of `klot_from_embeddings`, for type checkers."""
+
+    block_size: int | None
+
+
 def total_mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> Any:
     """Returns the total mass of the plans: 1, or the number of rows that are not padding.
 
@@ -491,13 +511,13 @@ def klot(
     K_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
-    **options: Any,
+    **options: Unpack[_KlotOptions],
 ) -> Float[Array, ""]: ...
 
 
 @overload
 def klot(
-    K: ArrayLike, K_star: ArrayLike, *, return_aux: Literal[True], **options: Any
+    K: ArrayLike, K_star: ArrayLike, *, return_aux: Literal[True], **options: Unpack[_KlotOptions]
 ) -> tuple[Float[Array, ""], KlotAux]: ...
 
 
@@ -562,7 +582,8 @@ def klot(
     checks.static(precision=precision, return_aux=return_aux)
     affinity.check_affinities(K, K_star)
     k, k_star = affinity.as_floats(K, K_star)
-    weights = Weights.of(log_a, log_b, k.shape, k.dtype)
+    n, m = k.shape
+    weights = Weights.of(log_a, log_b, (n, m), k.dtype)
     options = _options(
         init_v,
         k.dtype,
@@ -573,7 +594,7 @@ def klot(
         precision=precision,
     )
     # Plans are always solved with mass 1, and only the result is scaled.
-    mass = total_mass(marginals, *k.shape, weights.log_a)
+    mass = total_mass(marginals, n, m, weights.log_a)
     if log_a is not None or log_b is not None:
         k, k_star = without_padding(k, weights), without_padding(k_star, weights)
     return _call(k, k_star, weights, options, mass=mass, return_aux=return_aux)
@@ -629,7 +650,7 @@ def klot_from_embeddings(
     g_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
-    **options: Any,
+    **options: Unpack[_EmbeddingsOptions],
 ) -> Float[Array, ""]: ...
 
 
@@ -641,7 +662,7 @@ def klot_from_embeddings(
     g_star: ArrayLike,
     *,
     return_aux: Literal[True],
-    **options: Any,
+    **options: Unpack[_EmbeddingsOptions],
 ) -> tuple[Float[Array, ""], KlotAux]: ...
 
 
@@ -742,7 +763,8 @@ def klot_from_embeddings(
     own = device.profile()
     if precision is not None:
         # A user who asks for a precision gets it in every role.
-        own = own._replace(**dict.fromkeys(device.ROLES, precision))
+        same: Any = dict.fromkeys(device.ROLES, precision)
+        own = own._replace(**same)
     teacher = Features(z, w, own.teacher, own.gradient, storage)
     # The student needs too few sweeps for an int8 kernel to pay off if its kernel is stored.
     storage = storage._replace(int8=storage.int8 and storage.block_size is not None)

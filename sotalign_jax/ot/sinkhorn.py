@@ -29,9 +29,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity, sharding
-from sotalign_jax.ot.affinity import ArrayLike
+from sotalign_jax.ot.affinity import ArrayLike, Matrix
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
-from sotalign_jax.ot.kernel import MAX_EXPONENT, Kernel, Matrix
+from sotalign_jax.ot.kernel import MAX_EXPONENT, Kernel
 from sotalign_jax.ot.solver import (
     MAX_ITERATIONS,
     Options,
@@ -156,7 +156,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(
-        cls, log_a: ArrayLike | None, log_b: ArrayLike | None, shape: tuple[int, int], dtype: Any
+        cls, log_a: ArrayLike | None, log_b: ArrayLike | None, shape: tuple[int, ...], dtype: Any
     ) -> Weights:
         """Checks and normalises log-weights. None gives uniform weights.
 
