@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmarks import common
 from benchmarks.common import Problem
 from sotalign_jax.ot.affinity import Cosines
-from sotalign_jax.ot.kernel import Kernel
+from sotalign_jax.ot.kernel import Operator
 from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
 from sotalign_jax.ot.solver import solve
 
@@ -177,7 +177,7 @@ def count_sweeps(x: Array, y: Array, epsilon: float, tolerance: float, *, int8: 
     """
     counts: collections.Counter[str] = collections.Counter()
 
-    class Counted(Kernel):
+    class Counted(Operator):
         def sweep(self, *args: Any) -> tuple[Array, Array]:
             # The solver runs in a compiled loop. Only a callback sees each of its sweeps.
             jax.debug.callback(lambda: counts.update(["float32"]))

@@ -27,7 +27,7 @@ from jaxtyping import Array
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity, blocks, device, klot, sharding, solver
 from sotalign_jax.ot.affinity import Cosines
-from sotalign_jax.ot.kernel import Kernel, KernelState, widen
+from sotalign_jax.ot.kernel import Kernel, Operator, widen
 
 # Names of the algorithms of matrix products.
 ALGORITHMS: Any = {
@@ -329,7 +329,7 @@ def log_uniform(n: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "int8"))
-def build(x: Array, y: Array, *, algorithm: Any, int8: bool) -> KernelState:
+def build(x: Array, y: Array, *, algorithm: Any, int8: bool) -> Kernel:
     """Builds the first kernel of a cosine affinity.
 
     Args:
@@ -341,9 +341,9 @@ def build(x: Array, y: Array, *, algorithm: Any, int8: bool) -> KernelState:
     Returns:
         The kernel.
     """
-    kernel = Kernel(Cosines.of(x, y, algorithm), int8=int8)
-    start = kernel.blank(jnp.zeros(len(y), jnp.float32), jnp.float32(FIRST_EPSILON))
-    return kernel.build(start, log_uniform(len(y)))
+    operator = Operator(Cosines.of(x, y, algorithm), int8=int8)
+    start = operator.blank(jnp.zeros(len(y), jnp.float32), jnp.float32(FIRST_EPSILON))
+    return operator.build(start, log_uniform(len(y)))
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "int8"))
@@ -359,10 +359,10 @@ def solve(x: Array, y: Array, *, algorithm: Any, int8: bool) -> solver.Scalings:
     Returns:
         The scalings of the plan.
     """
-    kernel, logs = Kernel(Cosines.of(x, y, algorithm), int8=int8), log_uniform(len(x))
+    operator, logs = Operator(Cosines.of(x, y, algorithm), int8=int8), log_uniform(len(x))
     goal = solver.goal(jnp.float32(TOLERANCE), 1.0, jnp.float32(EPSILON))
     limits: Any = {"epsilon": EPSILON, "tolerance": goal, "max_iterations": solver.MAX_ITERATIONS}
-    return solver.solve(kernel, logs, log_uniform(len(y)), **limits)[0]
+    return solver.solve(operator, logs, log_uniform(len(y)), **limits)[0]
 
 
 # --- times -------------------------------------------------------------------------------------
@@ -448,8 +448,8 @@ def check_sweeps(n: int, m: int) -> Iterator[Row]:
 
     a = np.full(n, 1 / n, np.float32)
     c = np.random.default_rng(0).uniform(0.5, 1.5, m).astype(np.float32) / np.float32(m)
-    kernel = Kernel(Cosines.of(jnp.asarray(x), jnp.asarray(y)), int8=True)
-    for path, sweep in (("float32", kernel.sweep), ("int8", kernel.sweep_int8)):
+    operator = Operator(Cosines.of(jnp.asarray(x), jnp.asarray(y)), int8=True)
+    for path, sweep in (("float32", operator.sweep), ("int8", operator.sweep_int8)):
         found, ms = timed(jax.jit(sweep), state, a, c)
         exact = exact_sums(state.matrix if path == "float32" else widen(state.int8), a, c)
         error = float(np.max([*map(relative, found, exact)]))

@@ -41,7 +41,7 @@ from tqdm import tqdm
 from benchmarks import common
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.affinity import Cosines
-from sotalign_jax.ot.kernel import MAX_EXPONENT, Kernel
+from sotalign_jax.ot.kernel import MAX_EXPONENT, Operator
 from sotalign_jax.ot.klot import klot, klot_from_embeddings
 from sotalign_jax.ot.sinkhorn import sinkhorn
 from sotalign_jax.ot.solver import Scalings, Status, solve
@@ -268,14 +268,14 @@ def _with_int8(
     x: Any, y: Any, log_a: Any, log_b: Any, epsilon: Any, tolerance: Any, *, block_size: int | None
 ) -> Scalings:
     """Solves with an int8 kernel and measures the marginal error of the columns."""
-    kernel = Kernel(Cosines.of(x, y), block_size, int8=True)
+    operator = Operator(Cosines.of(x, y), block_size, int8=True)
     limits = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": ITERATIONS}
-    plan, state = solve(kernel, log_a, log_b, **limits)
-    start = state._replace(u=jnp.zeros_like(state.u), v=jnp.zeros_like(state.v))
+    plan, kernel = solve(operator, log_a, log_b, **limits)
+    start = kernel._replace(u=jnp.zeros_like(kernel.u), v=jnp.zeros_like(kernel.v))
     # Lighter columns have no mass, and a row of tiny weight may have all of its own in them.
     heavy = jnp.where(jnp.isneginf(log_b), log_b, jnp.maximum(log_b, -MAX_EXPONENT))
-    _, t = kernel.sweep(start, jnp.exp(log_a), jnp.exp(heavy + state.v))
-    missing = jnp.exp(log_b) * jnp.abs(jnp.exp(state.v) * t - 1)
+    _, t = operator.sweep(start, jnp.exp(log_a), jnp.exp(heavy + kernel.v))
+    missing = jnp.exp(log_b) * jnp.abs(jnp.exp(kernel.v) * t - 1)
     missing = jnp.where(jnp.isneginf(log_b), 0.0, missing)
     return plan.measured(jnp.sum(missing), tolerance + 1e-6)
 

@@ -12,7 +12,7 @@ import pytest
 from sotalign_jax.ot import blocks, device, solver
 from sotalign_jax.ot import kernel as kernel_lib
 from sotalign_jax.ot.affinity import Cosines, Matrix
-from sotalign_jax.ot.kernel import Kernel
+from sotalign_jax.ot.kernel import Operator
 
 N, M, EPSILON = 12, 9, 0.05
 KINDS = pytest.mark.parametrize("kind", ["given", "stored", "streamed"])
@@ -36,8 +36,8 @@ def make(kind, features):
     """Builds a kernel of cosines. Blocks have 5 rows, which do not divide N = 12."""
     if kind == "given":
         k = cosines(features)
-        return Kernel(Matrix(k, k.max(1)))
-    return Kernel(features, block_size=5 if kind == "streamed" else None)
+        return Operator(Matrix(k, k.max(1)))
+    return Operator(features, block_size=5 if kind == "streamed" else None)
 
 
 @pytest.fixture(autouse=True)
@@ -45,40 +45,40 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr("sotalign_jax.ot.blocks.BUILD_ROWS", 5)
 
 
-def build(kernel, q, *, b=None, epsilon=EPSILON):
+def build(operator, q, *, b=None, epsilon=EPSILON):
     log_b = jnp.log(jnp.full(M, 1 / M, q.dtype) if b is None else b)
-    return kernel.build(kernel.blank(q, jnp.asarray(epsilon, q.dtype)), log_b)
+    return operator.build(operator.blank(q, jnp.asarray(epsilon, q.dtype)), log_b)
 
 
-def matrix(kernel, k, state):
+def matrix(operator, k, kernel):
     """Returns the Gibbs kernel A. A given affinity has its row maximum subtracted."""
-    k = k - k.max(1, keepdims=True) if isinstance(kernel.affinity, Matrix) else k
-    return np.exp(np.asarray(k) / state.epsilon + state.absorbed_u[:, None] + state.absorbed_v)
+    k = k - k.max(1, keepdims=True) if isinstance(operator.affinity, Matrix) else k
+    return np.exp(np.asarray(k) / kernel.epsilon + kernel.absorbed_u[:, None] + kernel.absorbed_v)
 
 
 @KINDS
 def test_kernel_operations_match_their_definitions(rng, x64, kind):
     features = cosine_affinity(rng)
-    kernel, k = make(kind, features), cosines(features)
+    operator, k = make(kind, features), cosines(features)
     a, b = jnp.asarray(rng.dirichlet(np.ones(N))), jnp.asarray(rng.dirichlet(np.ones(M)))
-    state = build(kernel, jnp.asarray(rng.normal(size=M)), b=b)
-    A = matrix(kernel, k, state)
+    kernel = build(operator, jnp.asarray(rng.normal(size=M)), b=b)
+    A = matrix(operator, k, kernel)
     np.testing.assert_allclose(A @ b, 1.0, rtol=1e-12)
 
     c = jnp.asarray(rng.uniform(size=M))
-    s, t = kernel.sweep(state, a, c)
+    s, t = operator.sweep(kernel, a, c)
     np.testing.assert_allclose(s, A @ c, rtol=1e-12)
     np.testing.assert_allclose(t, (a / (A @ c)) @ A, rtol=1e-12)
-    balanced = state._replace(absorbed_v=kernel.update_columns(state, jnp.log(a)))
-    np.testing.assert_allclose(a @ matrix(kernel, k, balanced), 1.0, rtol=1e-12)
+    balanced = kernel._replace(absorbed_v=operator.update_columns(kernel, jnp.log(a)))
+    np.testing.assert_allclose(a @ matrix(operator, k, balanced), 1.0, rtol=1e-12)
 
     u, v = jnp.asarray(rng.normal(size=N)), jnp.asarray(rng.normal(size=M))
-    scaled = state._replace(u=u, v=v)
+    scaled = kernel._replace(u=u, v=v)
     log_a = np.log(A) + u[:, None] + v
     expected = a[:, None] * np.exp(log_a) * b
 
     def add(block, sums):
-        plan, moment = kernel.plan_rows(scaled, block, a, b)
+        plan, moment = operator.plan_rows(scaled, block, a, b)
         return block.add(sums[0], plan), block.add(sums[1], moment)
 
     plan, moment = blocks.over_rows(N, 5, add, (jnp.zeros((N, M)), jnp.zeros((N, M))))
@@ -89,15 +89,15 @@ def test_kernel_operations_match_their_definitions(rng, x64, kind):
 @KINDS
 def test_raise_power_gives_the_kernel_of_a_quarter_of_epsilon(rng, x64, kind):
     features = cosine_affinity(rng)
-    kernel, k = make(kind, features), cosines(features)
-    before = build(kernel, jnp.zeros(M))
+    operator, k = make(kind, features), cosines(features)
+    before = build(operator, jnp.zeros(M))
     u, v = jnp.asarray(rng.normal(size=N)), jnp.asarray(rng.normal(size=M))
-    after = kernel.raise_power(before, u, v)
-    scaled = (np.exp(u)[:, None] * matrix(kernel, k, before) * np.exp(v)) ** 4
-    A = matrix(kernel, k, after)
+    after = operator.raise_power(before, u, v)
+    scaled = (np.exp(u)[:, None] * matrix(operator, k, before) * np.exp(v)) ** 4
+    A = matrix(operator, k, after)
     np.testing.assert_allclose(after.epsilon, EPSILON / 4)
     np.testing.assert_allclose(A / scaled, (A / scaled)[0, 0], rtol=1e-10)
-    s, _ = kernel.sweep(after, jnp.ones(N), jnp.ones(M))
+    s, _ = operator.sweep(after, jnp.ones(N), jnp.ones(M))
     np.testing.assert_allclose(s, A.sum(1), rtol=1e-10)
 
 
@@ -107,15 +107,15 @@ def test_narrow_keeps_two_bits_of_mantissa(rng):
 
 
 def test_sweep_int8_sums_the_rounded_kernel(rng):
-    kernel = Kernel(cosine_affinity(rng, jnp.float32), int8=True)
+    operator = Operator(cosine_affinity(rng, jnp.float32), int8=True)
     a, c = (jnp.asarray(rng.uniform(0.1, 1, size), jnp.float32) for size in (N, M))
-    state = build(kernel, jnp.zeros(M))
+    kernel = build(operator, jnp.zeros(M))
     for _ in range(2):
-        rounded = np.asarray(kernel_lib.widen(kernel_lib.narrow(state.matrix)), np.float64)
-        s, t = kernel.sweep_int8(state, a, c)
+        rounded = np.asarray(kernel_lib.widen(kernel_lib.narrow(kernel.matrix)), np.float64)
+        s, t = operator.sweep_int8(kernel, a, c)
         np.testing.assert_allclose(s, rounded @ c, rtol=1e-5)
         np.testing.assert_allclose(t, (a / (rounded @ c)) @ rounded, rtol=1e-5)
-        state = kernel.raise_power(state, jnp.zeros(N), jnp.zeros(M))
+        kernel = operator.raise_power(kernel, jnp.zeros(N), jnp.zeros(M))
 
 
 def clustered(rng, epsilon, noise=0.5, **options):
@@ -127,8 +127,8 @@ def clustered(rng, epsilon, noise=0.5, **options):
     )
     log_a = jnp.full(160, -jnp.log(160.0))
     limits = {"epsilon": epsilon, "tolerance": 1e-4, "max_iterations": 500}
-    kernel = Kernel(Cosines.of(*(jnp.asarray(x, jnp.float32) for x in (f, g))), **options)
-    return kernel, functools.partial(solver.solve, log_a=log_a, log_b=log_a, **limits)
+    operator = Operator(Cosines.of(*(jnp.asarray(x, jnp.float32) for x in (f, g))), **options)
+    return operator, functools.partial(solver.solve, log_a=log_a, log_b=log_a, **limits)
 
 
 @pytest.mark.parametrize("block_size", [None, 64])
@@ -141,31 +141,31 @@ def test_solve_with_int8_sweeps_reaches_the_exact_plan(rng, epsilon, block_size,
             jax.debug.callback(lambda: read.update([name]))
             return sweep(self, *arguments)
 
-        monkeypatch.setattr(Kernel, name, counted)
+        monkeypatch.setattr(Operator, name, counted)
 
     for name in ("sweep", "sweep_int8"):
-        count(name, getattr(Kernel, name))
-    kernel, solve = clustered(rng, epsilon, block_size=block_size, int8=True)
-    expected, _ = solve(kernel._replace(int8=False))
+        count(name, getattr(Operator, name))
+    operator, solve = clustered(rng, epsilon, block_size=block_size, int8=True)
+    expected, _ = solve(operator._replace(int8=False))
     jax.effects_barrier()
     read.clear()
-    found, state = solve(kernel)
+    found, kernel = solve(operator)
     jax.effects_barrier()
-    assert found.converged and state.int8.size == 0
+    assert found.converged and kernel.int8.size == 0
     assert sum(read.values()) == found.iterations <= 1.6 * expected.iterations + 4
     assert 1 <= read["sweep"] <= 4
-    assert found.error == pytest.approx(float(column_error(kernel, state)), abs=1e-6)
+    assert found.error == pytest.approx(float(column_error(operator, kernel)), abs=1e-6)
 
 
-def column_error(kernel, state):
+def column_error(operator, kernel):
     """Computes the column error of a plan with uniform weights and exact rows."""
-    n = len(state.absorbed_u)
+    n = len(kernel.absorbed_u)
     weights = jnp.full(n, 1 / n)
-    kernel = kernel._replace(int8=False)
-    _, t = kernel.sweep(
-        state._replace(u=0 * state.u, v=0 * state.v), weights, weights * jnp.exp(state.v)
+    operator = operator._replace(int8=False)
+    _, t = operator.sweep(
+        kernel._replace(u=0 * kernel.u, v=0 * kernel.v), weights, weights * jnp.exp(kernel.v)
     )
-    return jnp.sum(jnp.abs(jnp.exp(state.v) * t - 1)) / n
+    return jnp.sum(jnp.abs(jnp.exp(kernel.v) * t - 1)) / n
 
 
 def test_solve_with_int8_restores_columns_that_underflow_exactly():
@@ -176,19 +176,19 @@ def test_solve_with_int8_restores_columns_that_underflow_exactly():
         jnp.where(jnp.isfinite(weights)[:, None], x, 0.0)
         for weights, x in zip((rows, columns), case.features[2:], strict=True)
     )
-    kernel = Kernel(Cosines.of(z, w), int8=True)
+    operator = Operator(Cosines.of(z, w), int8=True)
     limits = {"epsilon": case.epsilon, "tolerance": case.tolerance, "max_iterations": 500}
-    found, state = solver.solve(kernel, rows, columns, **limits)
+    found, kernel = solver.solve(operator, rows, columns, **limits)
     a, b = jnp.exp(rows), jnp.exp(columns)
-    _, t = kernel.sweep(state._replace(u=0 * state.u, v=0 * state.v), a, b * jnp.exp(state.v))
+    _, t = operator.sweep(kernel._replace(u=0 * kernel.u, v=0 * kernel.v), a, b * jnp.exp(kernel.v))
     assert found.converged
-    assert jnp.sum(b * jnp.abs(jnp.exp(state.v) * t - 1)) <= 2 * case.tolerance
+    assert jnp.sum(b * jnp.abs(jnp.exp(kernel.v) * t - 1)) <= 2 * case.tolerance
 
 
 def test_solve_falls_back_to_the_exact_kernel_if_int8_stalls(rng, monkeypatch):
     monkeypatch.setattr(kernel_lib, "narrow", lambda x: jnp.zeros_like(x, jnp.int8))
-    kernel, solve = clustered(rng, 0.05, int8=True)
-    found, _ = solve(kernel)
+    operator, solve = clustered(rng, 0.05, int8=True)
+    found, _ = solve(operator)
     assert found.converged
 
 
@@ -198,12 +198,12 @@ def test_solve_with_int8_keeps_the_budget_and_converges(rng, max_iterations):
     centres = rng.normal(size=(4, 8))
     f, g = (np.repeat(centres, 16, axis=0) + 0.02 * rng.normal(size=(64, 8)) for _ in range(2))
     log_b = np.log(np.repeat([0.7, 0.1, 0.1, 0.1], 16) / 16)
-    kernel = Kernel(Cosines.of(jnp.asarray(f, jnp.float32), jnp.asarray(g, jnp.float32)))
+    operator = Operator(Cosines.of(jnp.asarray(f, jnp.float32), jnp.asarray(g, jnp.float32)))
     weights = jnp.full(64, -jnp.log(64.0)), jnp.asarray(log_b, jnp.float32)
     limits = {"tolerance": 1e-4, "max_iterations": max_iterations}
     for epsilon in (0.01, 0.002):
         exact, ours = (
-            solver.solve(kernel._replace(int8=int8), *weights, epsilon=epsilon, **limits)[0]
+            solver.solve(operator._replace(int8=int8), *weights, epsilon=epsilon, **limits)[0]
             for int8 in (False, True)
         )
         assert ours.iterations <= max_iterations
@@ -213,12 +213,12 @@ def test_solve_with_int8_keeps_the_budget_and_converges(rng, max_iterations):
 
 @KINDS
 def test_update_columns_restores_underflowed_columns(rng, kind):
-    kernel = make(kind, cosine_affinity(rng, jnp.float32))
-    state = build(kernel, jnp.zeros(M).at[2].set(-500.0).at[5].set(300.0), epsilon=1e-3)
-    assert kernel.sweep(state, jnp.ones(N), jnp.ones(M))[1][2] == 0
-    q = kernel.update_columns(state, jnp.full(N, -jnp.log(N)))
-    s, t = kernel.sweep(
-        kernel.build(state._replace(absorbed_v=q), jnp.full(M, -jnp.log(M))),
+    operator = make(kind, cosine_affinity(rng, jnp.float32))
+    kernel = build(operator, jnp.zeros(M).at[2].set(-500.0).at[5].set(300.0), epsilon=1e-3)
+    assert operator.sweep(kernel, jnp.ones(N), jnp.ones(M))[1][2] == 0
+    q = operator.update_columns(kernel, jnp.full(N, -jnp.log(N)))
+    s, t = operator.sweep(
+        operator.build(kernel._replace(absorbed_v=q), jnp.full(M, -jnp.log(M))),
         jnp.ones(N),
         jnp.ones(M),
     )
@@ -227,26 +227,26 @@ def test_update_columns_restores_underflowed_columns(rng, kind):
 
 @KINDS
 def test_kernel_keeps_zero_weights(rng, kind):
-    kernel = make(kind, cosine_affinity(rng, jnp.float32))
+    operator = make(kind, cosine_affinity(rng, jnp.float32))
     b = jnp.full(M, 1 / (M - 1)).at[4].set(0.0)
-    state = build(kernel, jnp.zeros(M).at[4].set(-jnp.inf), b=b)
+    kernel = build(operator, jnp.zeros(M).at[4].set(-jnp.inf), b=b)
     log_a = jnp.where(jnp.arange(N) < 10, -jnp.log(10.0), -jnp.inf)
-    assert kernel.update_columns(state, log_a)[4] == -jnp.inf
+    assert operator.update_columns(kernel, log_a)[4] == -jnp.inf
     for _ in range(2):
-        s, t = kernel.sweep(state, jnp.exp(log_a), jnp.ones(M))
-        assert jnp.isfinite(s).all() and t[4] == 0 and state.absorbed_v[4] == -jnp.inf
-        state = kernel.raise_power(state, jnp.zeros(N), jnp.zeros(M))
+        s, t = operator.sweep(kernel, jnp.exp(log_a), jnp.ones(M))
+        assert jnp.isfinite(s).all() and t[4] == 0 and kernel.absorbed_v[4] == -jnp.inf
+        kernel = operator.raise_power(kernel, jnp.zeros(N), jnp.zeros(M))
 
 
 def test_update_columns_ignores_rows_of_weight_zero():
     k = 20 * jnp.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-    kernel = Kernel(Matrix(k, k.max(1)))
-    state = kernel.blank(jnp.zeros(3), jnp.asarray(EPSILON))
-    state = kernel.build(state, jnp.full(3, -jnp.log(3.0)))
+    operator = Operator(Matrix(k, k.max(1)))
+    kernel = operator.blank(jnp.zeros(3), jnp.asarray(EPSILON))
+    kernel = operator.build(kernel, jnp.full(3, -jnp.log(3.0)))
     log_a = jnp.log(jnp.array([0.5, 0.5, 0.0]))
-    q = kernel.update_columns(state, log_a)
-    _, t = kernel.sweep(
-        kernel.build(state._replace(absorbed_v=q), jnp.full(3, -jnp.log(3.0))),
+    q = operator.update_columns(kernel, log_a)
+    _, t = operator.sweep(
+        operator.build(kernel._replace(absorbed_v=q), jnp.full(3, -jnp.log(3.0))),
         jnp.exp(log_a),
         jnp.ones(3),
     )

@@ -76,13 +76,13 @@ def test_selfcheck_fails_on_bfloat16_product(monkeypatch, capsys):
 @pytest.mark.parametrize("wrong", ["float32", "int8"])
 def test_selfcheck_fails_on_inexact_sweep(wrong, monkeypatch, capsys):
     name = "sweep" if wrong == "float32" else "sweep_int8"
-    right = getattr(kernel.Kernel, name)
+    right = getattr(kernel.Operator, name)
 
     def sweep(self, state, a, c):
         s, t = right(self, state, a, c)
         return s, t.at[-1].multiply(1 + 1e-4)
 
-    monkeypatch.setattr(kernel.Kernel, name, sweep)
+    monkeypatch.setattr(kernel.Operator, name, sweep)
     code, rows = report(capsys, "sweeps")
     failed = [(row["check"].split()[0], row["path"]) for row in rows if not row["ok"]]
     assert code == 1 and failed == [("sweep", wrong)] * len(selfcheck.QUICK.kernels)
@@ -102,7 +102,7 @@ def test_check_loss_fails_on_wrong_gradient(monkeypatch):
 
 
 def test_selfcheck_fails_on_nan(monkeypatch, capsys):
-    monkeypatch.setattr(kernel.Kernel, "sweep", lambda self, state, a, c: (a / a, c * jnp.nan))
+    monkeypatch.setattr(kernel.Operator, "sweep", lambda self, state, a, c: (a / a, c * jnp.nan))
     code, rows = report(capsys, "sweeps")
     failed = [row for row in rows if not row["ok"]]
     assert code == 1 and len(failed) == len(selfcheck.QUICK.kernels)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from sotalign_jax.ot import affinity, blocks, device, sharding
 from sotalign_jax.ot.affinity import Cosines
 from sotalign_jax.ot.blocks import Block, over_rows
-from sotalign_jax.ot.kernel import Kernel
+from sotalign_jax.ot.kernel import Operator
 from sotalign_jax.ot.solver import MAX_ITERATIONS, goal, solve
 
 
@@ -52,14 +52,14 @@ def cross_moment(
         f, g = affinity.dot(x, directions_x), affinity.dot(y, directions_y)
         precision = profile.teacher
         block_size = blocks.storage(len(x), len(y), x.dtype, profile).block_size
-        kernel = Kernel(Cosines.of(f, g, precision), block_size, axes=axes)
+        operator = Operator(Cosines.of(f, g, precision), block_size, axes=axes)
         aim = goal(jnp.asarray(tolerance, x.dtype), 1.0, epsilon)
         limits: Any = {"tolerance": aim, "max_iterations": MAX_ITERATIONS}
-        scalings, state = solve(kernel, log_a, log_b, epsilon=epsilon, **limits)
+        scalings, kernel = solve(operator, log_a, log_b, epsilon=epsilon, **limits)
         weights = jnp.exp(log_a), jnp.exp(log_b)
 
         def body(block: Block, total: Array) -> Array:
-            plan, _ = kernel.plan_rows(state, block, *weights)
+            plan, _ = operator.plan_rows(kernel, block, *weights)
             return total + affinity.dot(block.of(x).T, affinity.dot(plan, y, precision), precision)
 
         start = sharding.vary_like(jnp.zeros((x.shape[1], y.shape[1]), x.dtype), x)

@@ -42,8 +42,8 @@ LEVEL_POWER = 4
 """Ratio of consecutive epsilons when a small epsilon is approached from above."""
 
 
-class KernelState(NamedTuple):
-    """Arrays of a kernel. `matrix` and `int8` are empty if they are not stored.
+class Kernel(NamedTuple):
+    """A Gibbs kernel. `matrix` and `int8` are empty if they are not stored.
 
     Attributes:
         matrix: A = exp(K/epsilon + absorbed_u + absorbed_v).
@@ -73,7 +73,7 @@ def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:
     """Rounds numbers >= 0 to 8 bits, 6 of exponent and 2 of mantissa.
 
     Numbers are clipped to 2^-26 .. 1.75 * 2^37, so zero becomes 2^-26. Fourth powers of a
-    kernel's entries need this range, see `Kernel.raise_power`.
+    kernel's entries need this range, see `Operator.raise_power`.
 
     Args:
         x: Float32 numbers >= 0.
@@ -107,8 +107,8 @@ def widen(x: Int[Array, "..."]) -> Float[Array, "..."]:
     return jax.lax.bitcast_convert_type((x.astype(jnp.int32) + _INT8_OFFSET) << 21, jnp.float32)
 
 
-class Kernel(NamedTuple):
-    """The kernel of an affinity. All methods are pure functions of a `KernelState`.
+class Operator(NamedTuple):
+    """Builds the kernel of an affinity and sums over it, by pure functions of a `Kernel`.
 
     Attributes:
         affinity: Rows of K.
@@ -135,15 +135,15 @@ class Kernel(NamedTuple):
         carry = sharding.vary_like(carry, self.affinity[0])
         return over_rows(self.affinity.height, size, body, carry)
 
-    def blank(self, absorbed_v: Array, epsilon: Array) -> KernelState:
-        """Returns a state that has yet to be built.
+    def blank(self, absorbed_v: Array, epsilon: Array) -> Kernel:
+        """Returns a kernel that has yet to be built.
 
         Args:
             absorbed_v: Column log-scalings to absorb.
             epsilon: Regularisation.
 
         Returns:
-            The state, with arrays of the final shapes.
+            The kernel, with arrays of the final shapes.
         """
         shape = self.affinity.height, len(absorbed_v)
         dtype = absorbed_v.dtype
@@ -152,20 +152,20 @@ class Kernel(NamedTuple):
         matrix = jnp.full(shape if self.stored else 0, epsilon, dtype)
         int8 = jnp.full(shape if self.int8 else 0, epsilon.astype(jnp.int8), jnp.int8)
         u, v = jnp.zeros(shape[0], dtype), jnp.zeros(shape[1], dtype)
-        state = KernelState(matrix, int8, u, absorbed_v, u, v, epsilon)
-        return sharding.vary_like(state, self.affinity[0])
+        kernel = Kernel(matrix, int8, u, absorbed_v, u, v, epsilon)
+        return sharding.vary_like(kernel, self.affinity[0])
 
-    def build(self, state: KernelState, log_b: Array) -> KernelState:
+    def build(self, kernel: Kernel, log_b: Array) -> Kernel:
         """Sets absorbed_u, and fills A, so that rows of A diag(b) sum to 1.
 
         This is the row update, absorbed_u_i = -log sum_j b_j exp(K_ij/epsilon + absorbed_v_j).
 
         Args:
-            state: State with absorbed_v and epsilon.
+            kernel: A kernel with absorbed_v and epsilon.
             log_b: Log-weights of the columns.
 
         Returns:
-            The state with new absorbed_u and A.
+            The kernel with new absorbed_u and A.
         """
         b = jnp.exp(log_b)
 
@@ -174,7 +174,7 @@ class Kernel(NamedTuple):
             # Row-major, as A is stored. Otherwise a TPU may compute the product transposed and copy
             # A.
             rows = with_layout_constraint(self.affinity.rows(block), Layout((0, 1)))
-            logs = rows / state.epsilon + state.absorbed_v[None, :]
+            logs = rows / kernel.epsilon + kernel.absorbed_v[None, :]
             # Subtracts the weighted maximum, as in a logsumexp. Columns of tiny weight may exceed
             # it. The cap keeps an entry finite whose column has a weight below `MAX_EXPONENT`'s.
             top = jnp.max(logs + log_b[None, :], axis=1)
@@ -188,30 +188,30 @@ class Kernel(NamedTuple):
             return matrix, int8, block.put(u, -top - jnp.log(s))
 
         with jax.named_scope("build"):
-            carry = state.matrix, state.int8, state.absorbed_u
+            carry = kernel.matrix, kernel.int8, kernel.absorbed_u
             matrix, int8, u = self._over_rows(body, carry)
-        return state._replace(matrix=matrix, int8=int8, absorbed_u=u)
+        return kernel._replace(matrix=matrix, int8=int8, absorbed_u=u)
 
-    def update_columns(self, state: KernelState, log_a: Array) -> Float[Array, " m"]:
+    def update_columns(self, kernel: Kernel, log_a: Array) -> Float[Array, " m"]:
         """Returns a new absorbed_v by a column update in the log domain.
 
         The update is -log sum_i a_i exp(K_ij/epsilon + absorbed_u_i), for columns that underflow in
         A.
 
         Args:
-            state: State with absorbed_u and epsilon.
+            kernel: A kernel with absorbed_u and epsilon.
             log_a: Log-weights of the rows.
 
         Returns:
             The log-scalings to absorb. Those of -inf, of weight zero, stay -inf.
         """
-        infinity = jnp.full_like(state.absorbed_v, jnp.inf)
-        finite_u = jnp.where(jnp.isneginf(log_a), 0.0, log_a + state.absorbed_u)
+        infinity = jnp.full_like(kernel.absorbed_v, jnp.inf)
+        finite_u = jnp.where(jnp.isneginf(log_a), 0.0, log_a + kernel.absorbed_u)
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             # Online logsumexp: when the running maximum rises, the sum so far is rescaled.
             highest, total = carry
-            logs = self.affinity.rows(block) / state.epsilon + block.of(finite_u)[:, None]
+            logs = self.affinity.rows(block) / kernel.epsilon + block.of(finite_u)[:, None]
             counted = block.fresh & ~jnp.isneginf(block.of(log_a))
             logs = jnp.where(counted[:, None], logs, -jnp.inf)
             top = jnp.maximum(highest, jnp.max(logs, axis=0))
@@ -223,14 +223,14 @@ class Kernel(NamedTuple):
         top = sharding.pmax(highest, self.axes)
         base = jnp.where(jnp.isneginf(top), 0.0, top)
         total = sharding.psum(total * jnp.exp(highest - base), self.axes)
-        old = state.absorbed_v
+        old = kernel.absorbed_v
         return jnp.where(jnp.isneginf(old), old, -base - jnp.log(total))
 
-    def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
+    def sweep(self, kernel: Kernel, a: Array, c: Array) -> tuple[Array, Array]:
         """Computes the row sums s = A c and the column sums t = (a/s)^T A.
 
         Args:
-            state: A kernel that is built.
+            kernel: A kernel that is built.
             a: Weights of the rows.
             c: Weights of the columns times their scalings.
 
@@ -238,49 +238,49 @@ class Kernel(NamedTuple):
             The sums s and t. Where rows are split over devices, t is a partial sum.
         """
         if self.stored:
-            s = affinity.dot(state.matrix, c, self.precision)
-            return s, affinity.dot(a / s, state.matrix, self.precision)
+            s = affinity.dot(kernel.matrix, c, self.precision)
+            return s, affinity.dot(a / s, kernel.matrix, self.precision)
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             s, t = carry
             # Not capped: an overflow makes the error infinite, and the kernel is built again.
-            rows = jnp.exp(self._log_rows(state, block))
+            rows = jnp.exp(self._log_rows(kernel, block))
             s_k = affinity.dot(rows, c, self.precision)
             weights = jnp.where(block.fresh, block.of(a) / s_k, 0.0)
             return block.put(s, s_k), t + affinity.dot(weights, rows, self.precision)
 
         return self._over_rows(body, (jnp.zeros_like(a), jnp.zeros_like(c)))
 
-    def sweep_int8(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
+    def sweep_int8(self, kernel: Kernel, a: Array, c: Array) -> tuple[Array, Array]:
         """Computes `sweep` over the int8 kernel.
 
         The sums are not written as matrix products, because XLA fuses the conversion to float32
         only into sums of products on GPUs and TPUs. A sweep then reads a quarter of the bytes.
 
         Args:
-            state: A kernel that is built.
+            kernel: A kernel that is built.
             a: Weights of the rows.
             c: Weights of the columns times their scalings.
 
         Returns:
             The sums s and t, as `sweep` does.
         """
-        entries = widen(state.int8)
+        entries = widen(kernel.int8)
         s = jnp.sum(entries * c[None, :], axis=1)
         return s, jnp.sum(entries * (a / s)[:, None], axis=0)
 
-    def raise_power(self, state: KernelState, u: Array, v: Array) -> KernelState:
+    def raise_power(self, kernel: Kernel, u: Array, v: Array) -> Kernel:
         """Absorbs u and v and moves to epsilon/4, whose kernel is the fourth power of this one.
 
         A stored A is raised in place. A streamed kernel must be built again.
 
         Args:
-            state: A kernel that is built.
+            kernel: A kernel that is built.
             u: Row log-scalings to absorb.
             v: Column log-scalings to absorb.
 
         Returns:
-            The state at epsilon/4.
+            The kernel at epsilon/4.
         """
 
         def raised(absorbed: Array, scaling: Array) -> Array:
@@ -288,7 +288,7 @@ class Kernel(NamedTuple):
             power = LEVEL_POWER * (absorbed + scaling)
             return jnp.where(jnp.isneginf(absorbed), absorbed, power)
 
-        matrix, int8 = state.matrix, state.int8
+        matrix, int8 = kernel.matrix, kernel.int8
         if self.stored:
             # Weighted rows of A sum to 1, those of A^4 to values in 1..m^3. The shift, raised to
             # the fourth power, divides by m^1.5 and centres that range around 1.
@@ -296,28 +296,28 @@ class Kernel(NamedTuple):
             scaled = matrix * jnp.exp(u)[:, None] * jnp.exp(v)[None, :]
             matrix = jnp.square(jnp.square(scaled))
             int8 = narrow(matrix) if self.int8 else int8
-        return state._replace(
+        return kernel._replace(
             matrix=matrix,
             int8=int8,
-            absorbed_u=raised(state.absorbed_u, u),
-            absorbed_v=raised(state.absorbed_v, v),
-            epsilon=state.epsilon / LEVEL_POWER,
+            absorbed_u=raised(kernel.absorbed_u, u),
+            absorbed_v=raised(kernel.absorbed_v, v),
+            epsilon=kernel.epsilon / LEVEL_POWER,
         )
 
-    def _log_rows(self, state: KernelState, block: Block) -> Array:
+    def _log_rows(self, kernel: Kernel, block: Block) -> Array:
         """Recomputes a block of rows of log A + u + v."""
-        u, v = state.absorbed_u + state.u, state.absorbed_v + state.v
-        return self.affinity.rows(block) / state.epsilon + block.of(u)[:, None] + v[None, :]
+        u, v = kernel.absorbed_u + kernel.u, kernel.absorbed_v + kernel.v
+        return self.affinity.rows(block) / kernel.epsilon + block.of(u)[:, None] + v[None, :]
 
     def plan_rows(
-        self, state: KernelState, block: Block, a: Array, b: Array
+        self, kernel: Kernel, block: Block, a: Array, b: Array
     ) -> tuple[Float[Array, "size m"], Float[Array, "size m"]]:
         """Returns a block of rows of the plan P, and of P log(P / (a b)).
 
         Rows that an earlier block has visited are zero, so sums over blocks count every row once.
 
         Args:
-            state: The kernel of a solved plan.
+            kernel: The kernel of a solved plan.
             block: Rows to compute.
             a: Weights of the rows.
             b: Weights of the columns.
@@ -329,11 +329,11 @@ class Kernel(NamedTuple):
         # log(P / (a b)) = log A + u + v. A stored kernel takes the logarithm of its entries. A
         # streamed one computes the exponents anyway.
         if self.stored:
-            rows, u, v = block.of(state.matrix), block.of(state.u), state.v
+            rows, u, v = block.of(kernel.matrix), block.of(kernel.u), kernel.v
             logs = jnp.log(jnp.where(rows > 0, rows, 1.0)) + u[:, None] + v[None, :]
             weights, b = weights * jnp.exp(u), b * jnp.exp(v)
         else:
-            logs = jnp.minimum(self._log_rows(state, block), MAX_EXPONENT)
+            logs = jnp.minimum(self._log_rows(kernel, block), MAX_EXPONENT)
             rows = jnp.exp(logs)
         plan = weights[:, None] * rows * b[None, :]
         return plan, jnp.where(plan > 0, plan * logs, 0.0)

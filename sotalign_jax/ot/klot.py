@@ -38,7 +38,7 @@ from sotalign_jax import checks
 from sotalign_jax.ot import affinity, blocks, device, sharding
 from sotalign_jax.ot.affinity import ArrayLike, Features
 from sotalign_jax.ot.blocks import Block, over_rows
-from sotalign_jax.ot.kernel import Kernel, KernelState
+from sotalign_jax.ot.kernel import Kernel, Operator
 from sotalign_jax.ot.sinkhorn import (
     Weights,
     check_limits,
@@ -231,10 +231,10 @@ def _cast(*features: ArrayLike) -> tuple[Array, ...]:
 
 
 class _KernelPlan(NamedTuple):
-    """A solved plan as its kernel and scalings."""
+    """A solved plan: its kernel, with the operator that sums over it, and its scalings."""
 
+    operator: Operator
     kernel: Kernel
-    state: KernelState
     scalings: Scalings
 
     def measured(self, rows: Array, columns: Array, weights: Weights, tolerance: Array) -> Scalings:
@@ -249,7 +249,7 @@ class _KernelPlan(NamedTuple):
         Returns:
             The scalings.
         """
-        axes = self.kernel.axes
+        axes = self.operator.axes
         # Row sums are complete on their device. Column sums are added up over devices.
         in_rows = jnp.sum(jnp.abs(rows - jnp.exp(weights.log_a)))
         in_columns = jnp.sum(jnp.abs(sharding.psum(columns, axes) - jnp.exp(weights.log_b)))
@@ -258,9 +258,9 @@ class _KernelPlan(NamedTuple):
 
     def without_matrix(self) -> _KernelPlan:
         """Frees the stored kernel. Rows of the plan are then computed when they are needed."""
-        kernel = self.kernel._replace(block_size=blocks.PRODUCT_ROWS)
-        empty = sharding.vary_like(jnp.zeros(0, self.state.u.dtype), self.state.u)
-        return _KernelPlan(kernel, self.state._replace(matrix=empty), self.scalings)
+        operator = self.operator._replace(block_size=blocks.PRODUCT_ROWS)
+        empty = sharding.vary_like(jnp.zeros(0, self.kernel.u.dtype), self.kernel.u)
+        return _KernelPlan(operator, self.kernel._replace(matrix=empty), self.scalings)
 
 
 def _solve_features(
@@ -268,16 +268,16 @@ def _solve_features(
 ) -> _KernelPlan:
     """Solves the plan of features from this device's rows."""
     block_size, _, int8 = features.storage
-    kernel = Kernel(features.cosines(axes), block_size, int8, axes, options.precision)
-    scalings, state = solve(
-        kernel,
+    operator = Operator(features.cosines(axes), block_size, int8, axes, options.precision)
+    scalings, kernel = solve(
+        operator,
         *weights,
         epsilon=options.epsilon,
         tolerance=goal(options.tolerance, 1.0, options.epsilon),
         max_iterations=options.max_iterations,
         init_v=options.init_v,
     )
-    return _KernelPlan(kernel, state, scalings)
+    return _KernelPlan(operator, kernel, scalings)
 
 
 class _Products(NamedTuple):
@@ -306,14 +306,14 @@ def _multiply(
     student: _KernelPlan, teacher: _KernelPlan, weights: Weights, features: Features
 ) -> _Products:
     """Multiplies P - P* with the student's features, a block of rows at a time."""
-    cosines: Any = student.kernel.affinity
+    cosines: Any = student.operator.affinity
     g = affinity.as_float(cosines.g) * cosines.g_scale[:, None]
     product = functools.partial(affinity.dot, precision=features.plan_precision)
     a, b = jnp.exp(weights.log_a), jnp.exp(weights.log_b)
 
     def body(block: Block, sums: _Products) -> _Products:
-        plan, moment = student.kernel.plan_rows(student.state, block, a, b)
-        star, moment_star = teacher.kernel.plan_rows(teacher.state, block, a, b)
+        plan, moment = student.operator.plan_rows(student.kernel, block, a, b)
+        star, moment_star = teacher.operator.plan_rows(teacher.kernel, block, a, b)
         # Subtracted before the product: one product instead of two, and no cancellation after it.
         difference = plan - star
         return _Products(
@@ -326,7 +326,7 @@ def _multiply(
             columns_star=sums.columns_star + jnp.sum(star, axis=0),
         )
 
-    u, v = student.state.u, student.state.v
+    u, v = student.kernel.u, student.kernel.v
     sides = jnp.zeros((len(u), g.shape[1]), u.dtype), jnp.zeros(g.shape, u.dtype)
     sums = jnp.zeros_like(u), jnp.zeros_like(v)
     # The marginals of both plans are summed in the same pass as the products.
@@ -352,12 +352,12 @@ def _fenchel_young(
     where the last bracket is `moment`. In exact arithmetic the marginals of P - P* are zero. They
     are used as computed, because otherwise the rounding errors of large K/eps would not cancel.
     """
-    state = student.state
-    cosines: Any = student.kernel.affinity
+    kernel = student.kernel
+    cosines: Any = student.operator.affinity
     # Potentials of rows and columns of weight zero are not finite, or arbitrary.
     a, b = jnp.exp(weights.log_a), jnp.exp(weights.log_b)
-    in_rows = jnp.sum(jnp.where(a > 0, products.rows * (state.absorbed_u + state.u), 0.0))
-    in_columns = jnp.sum(jnp.where(b > 0, products.columns * (state.absorbed_v + state.v), 0.0))
+    in_rows = jnp.sum(jnp.where(a > 0, products.rows * (kernel.absorbed_u + kernel.u), 0.0))
+    in_columns = jnp.sum(jnp.where(b > 0, products.columns * (kernel.absorbed_v + kernel.v), 0.0))
     # <P - P*, K> = <(P - P*) G, F>, from the product that the gradient needs anyway.
     f = affinity.as_float(cosines.f)
     cross = jnp.sum(jnp.sum(products.right * f, axis=1) * cosines.f_scale) / epsilon

@@ -31,7 +31,7 @@ from sotalign_jax import checks
 from sotalign_jax.ot import affinity, sharding
 from sotalign_jax.ot.affinity import ArrayLike, Matrix
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
-from sotalign_jax.ot.kernel import MAX_EXPONENT, Kernel
+from sotalign_jax.ot.kernel import MAX_EXPONENT, Operator
 from sotalign_jax.ot.solver import (
     MAX_ITERATIONS,
     Options,
@@ -458,7 +458,7 @@ def solve_matrix(k: Array, weights: Weights, options: Options, axes: sharding.Ax
     epsilon, tolerance = options.epsilon, options.tolerance
     top, widest = row_range(k, axes)
     scalings, _ = solve(
-        Kernel(Matrix(k, top), axes=axes, precision=options.precision),
+        Operator(Matrix(k, top), axes=axes, precision=options.precision),
         *weights,
         epsilon=epsilon,
         tolerance=goal(tolerance, widest, epsilon),

@@ -53,7 +53,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity, anderson, sharding
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
-from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, MAX_EXPONENT, Kernel, KernelState
+from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, MAX_EXPONENT, Kernel, Operator
 
 # The constants below were tuned on COCO's teacher and on random problems. benchmarks/convergence.py
 # counts the sweeps that they lead to, and tests/fuzz.py looks for problems on which they fail.
@@ -250,7 +250,7 @@ class Scalings(NamedTuple):
 class _Problem(NamedTuple):
     """Constants of a solve."""
 
-    kernel: Kernel
+    operator: Operator
     log_a: Array
     log_b: Array
     tolerance: Array
@@ -297,7 +297,7 @@ class _Search(NamedTuple):
 class _Progress(NamedTuple):
     """State of the solve between two searches."""
 
-    kernel: KernelState
+    kernel: Kernel
     # Result of the last search.
     error: Array
     iterations: Array
@@ -336,7 +336,7 @@ def _evaluate(problem: _Problem, v: Array, s: Array, t: Array) -> tuple[_Point, 
     u = -jnp.log(s)
     # Drift and column sums share the only all-reduce of a sweep.
     row_drift = jnp.max(jnp.where(problem.live_rows, jnp.abs(u), 0.0))
-    t, row_drift = sharding.psum_and_pmax(t, row_drift, problem.kernel.axes)
+    t, row_drift = sharding.psum_and_pmax(t, row_drift, problem.operator.axes)
     # A column whose sum underflowed cannot be scaled. It makes the error infinite, however small
     # its weight is.
     column_errors = jnp.where(t > 0, b * jnp.abs(jnp.exp(v) * t - 1.0), jnp.inf)
@@ -356,7 +356,7 @@ def _step(problem: _Problem, sweep: _Sweep, search: _Search) -> _Search:
     best = _choose(finite & (error <= (1 + _PLATEAU) * best.error), point, best)
 
     f = point.next_v - v
-    correction, history = anderson.update(search.history, v, f, problem.kernel.precision)
+    correction, history = anderson.update(search.history, v, f, problem.operator.precision)
     # On a plateau f hardly changes, so the sign of the correction is noise. A correction against f
     # would make the search go back and forth.
     backward = on_plateau & (jnp.sum(problem.b * f * correction) < 0)
@@ -501,11 +501,11 @@ def _search_int8(problem: _Problem, progress: _Progress, limits: _Limits) -> _Se
     return _choose(last, confirmed, found)
 
 
-def _make_sweep(problem: _Problem, state: KernelState, *, int8: bool = False) -> _Sweep:
+def _make_sweep(problem: _Problem, kernel: Kernel, *, int8: bool = False) -> _Sweep:
     """Returns the sweep over a kernel as a function of v."""
-    sweep = problem.kernel.sweep_int8 if int8 else problem.kernel.sweep
+    sweep = problem.operator.sweep_int8 if int8 else problem.operator.sweep
     a = jnp.exp(problem.log_a)
-    return lambda v: sweep(state, a, problem.b * jnp.exp(v))
+    return lambda v: sweep(kernel, a, problem.b * jnp.exp(v))
 
 
 # --- levels of epsilon -------------------------------------------------------------------------
@@ -535,7 +535,7 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
     loose = jnp.maximum(problem.tolerance, _SCALING_TOLERANCE)
     goal = jnp.where(progress.levels == 0, problem.tolerance, loose)
     limits = _Limits(goal, _budget(problem, progress), ignore_stall=progress.plain)
-    if problem.kernel.int8:
+    if problem.operator.int8:
         found = _search_int8(problem, progress, limits)
     else:
         zero = _unmeasured(problem, jnp.zeros_like(problem.log_b))
@@ -562,29 +562,29 @@ def _advance(problem: _Problem, progress: _Progress, found: _Search, limits: _Li
     back = last & ~progress.final & (worse | cut) & jnp.isfinite(progress.best_error)
     descend, end = finished & ~last, finished & last & ~back
 
-    def lower(_: Any, state: KernelState) -> KernelState:
-        return problem.kernel.raise_power(state, best.u, best.v)
+    def lower(_: Any, kernel: Kernel) -> Kernel:
+        return problem.operator.raise_power(kernel, best.u, best.v)
 
     # A `fori_loop` of zero or one iterations updates the kernel in place. A `cond` would copy it.
-    state = jax.lax.fori_loop(0, descend.astype(jnp.int32), lower, progress.kernel)
+    kernel = jax.lax.fori_loop(0, descend.astype(jnp.int32), lower, progress.kernel)
     # After an unfinished search, the kernel is built again with potentials that have absorbed the
     # scalings of the best point.
-    absorbed = jnp.where(restart, problem.start_v, state.absorbed_v + best.next_v)
-    state = state._replace(
+    absorbed = jnp.where(restart, problem.start_v, kernel.absorbed_v + best.next_v)
+    kernel = kernel._replace(
         absorbed_v=jnp.where(
-            back, progress.best_v, jnp.where(finished, state.absorbed_v, absorbed)
+            back, progress.best_v, jnp.where(finished, kernel.absorbed_v, absorbed)
         ),
-        u=jnp.where(end, best.u, state.u),
-        v=jnp.where(end, best.v, state.v),
+        u=jnp.where(end, best.u, kernel.u),
+        v=jnp.where(end, best.v, kernel.v),
     )
     progress = progress._replace(
-        kernel=state,
+        kernel=kernel,
         error=best.error,
         iterations=found.iterations,
         levels=progress.levels - descend.astype(jnp.int32),
         fresh=jnp.zeros_like(progress.fresh),
         lost=failed & progress.fresh & ~back,
-        rebuild=~finished | back if problem.kernel.stored else ~end,
+        rebuild=~finished | back if problem.operator.stored else ~end,
         final=back,
         plain=progress.plain | restart,
         done=end | (failed & (found.iterations >= most)),
@@ -598,19 +598,19 @@ def _build(problem: _Problem, progress: _Progress) -> _Progress:
     The build is a row update in the log domain. If a column underflowed in the last kernel, a
     column update in the log domain precedes it.
     """
-    kernel, true = problem.kernel, jnp.ones_like(progress.done)
+    operator, true = problem.operator, jnp.ones_like(progress.done)
     # A column update in the log domain costs as much as a build.
     absorbed_v = jax.lax.cond(
         progress.lost,
-        lambda: kernel.update_columns(progress.kernel, problem.log_a),
+        lambda: operator.update_columns(progress.kernel, problem.log_a),
         lambda: progress.kernel.absorbed_v,
     )
-    built = kernel.build(progress.kernel._replace(absorbed_v=absorbed_v), problem.log_b)
+    built = operator.build(progress.kernel._replace(absorbed_v=absorbed_v), problem.log_b)
     usable = progress.usable & jnp.all(jnp.where(problem.live, jnp.isfinite(absorbed_v), True))
     own_rows = jnp.all(jnp.where(problem.live_rows, jnp.isfinite(built.absorbed_u), True))
     # All devices must agree. If their loops ended at different iterations, the next all-reduce
     # would wait forever.
-    usable &= sharding.pmax((~own_rows).astype(jnp.int32), kernel.axes) == 0
+    usable &= sharding.pmax((~own_rows).astype(jnp.int32), operator.axes) == 0
     progress = progress._replace(
         kernel=built, fresh=true, rebuild=~true, usable=usable, done=~usable
     )
@@ -644,7 +644,7 @@ def _run_int8(problem: _Problem, start: _Progress) -> _Progress:
     memory = start.kernel._replace(matrix=trial.kernel.matrix, int8=trial.kernel.int8)
     again = start._replace(kernel=memory, best_v=trial.best_v, best_error=trial.best_error)
     exact = problem._replace(
-        kernel=problem.kernel._replace(int8=False), max_iterations=most - trial.iterations
+        operator=problem.operator._replace(int8=False), max_iterations=most - trial.iterations
     )
     result = _run(exact, _choose(failed, again, trial))
     spent = jnp.where(failed, trial.iterations, 0)
@@ -678,7 +678,7 @@ def _relative(init_v: Array, log_b: Array, limit: Array) -> Array:
 
 
 def _init(
-    kernel: Kernel,
+    operator: Operator,
     log_a: Array,
     log_b: Array,
     *,
@@ -702,13 +702,13 @@ def _init(
         levels = jnp.int32(0)
     start_v = jnp.where(live, start_v, -jnp.inf).astype(dtype)
     first = target * jnp.asarray(LEVEL_POWER, dtype) ** levels.astype(dtype)
-    start = kernel.blank(start_v, first)
+    start = operator.blank(start_v, first)
     # Heavier than given, columns of a tiny weight cannot lose mass to the cap of the kernel. They
     # are scaled by the given weights in the end, which changes the marginals by less than rounding
     # does.
     heavy = jnp.where(live, jnp.maximum(log_b, -MAX_EXPONENT), log_b)
     aim = jnp.asarray(tolerance, dtype)
-    problem = _Problem(kernel, log_a, heavy, aim, max_iterations, start.absorbed_v)
+    problem = _Problem(operator, log_a, heavy, aim, max_iterations, start.absorbed_v)
     false, infinity = jnp.asarray(False), jnp.asarray(jnp.inf, dtype)
     progress = _Progress(
         kernel=start,
@@ -738,7 +738,7 @@ def _status(result: _Progress, tolerance: Any) -> Array:
 
 
 def solve(
-    kernel: Kernel,
+    operator: Operator,
     log_a: Float[Array, " n"],
     log_b: Float[Array, " m"],
     *,
@@ -747,15 +747,15 @@ def solve(
     max_iterations: int,
     widest: Any = 1.0,
     init_v: Float[Array, " m"] | None = None,
-) -> tuple[Scalings, KernelState]:
-    """Solves for the plan of a kernel by stabilised, accelerated Sinkhorn.
+) -> tuple[Scalings, Kernel]:
+    """Solves for the plan of an affinity by stabilised, accelerated Sinkhorn.
 
-    The solver calls the methods of the kernel and never reads the entries of A itself. If rows are
-    split over devices, every sweep has one all-reduce of about m numbers. All loops are bounded by
-    `max_iterations`.
+    The solver calls the methods of the operator and never reads the entries of A itself. If rows
+    are split over devices, every sweep has one all-reduce of about m numbers. All loops are bounded
+    by `max_iterations`.
 
     Args:
-        kernel: The affinity K, with the choice to store or to stream A.
+        operator: The affinity K, with the choice to store or to stream A.
         log_a: Log-weights of the rows, -inf for padding.
         log_b: Log-weights of the columns, -inf for padding.
         epsilon: Regularisation.
@@ -765,15 +765,15 @@ def solve(
         init_v: Column log-scalings to start from, instead of epsilon-scaling.
 
     Returns:
-        The scalings, and the state of the kernel with the final u and v.
+        The scalings, and the kernel with the final u and v.
 
     Raises:
         InputError: `init_v` does not have one entry per column.
     """
-    kernel = kernel._replace(int8=kernel.int8 and max_iterations >= _INT8_MIN_BUDGET)
+    operator = operator._replace(int8=operator.int8 and max_iterations >= _INT8_MIN_BUDGET)
     dtype = log_a.dtype
     problem, start = _init(
-        kernel,
+        operator,
         log_a,
         log_b,
         epsilon=jnp.asarray(epsilon, dtype),
@@ -782,11 +782,11 @@ def solve(
         widest=jnp.asarray(widest, dtype),
         init_v=init_v,
     )
-    result = (_run_int8 if kernel.int8 else _run)(problem, start)
-    state, error = result.kernel, jnp.where(result.usable, result.error, jnp.inf)
+    result = (_run_int8 if operator.int8 else _run)(problem, start)
+    kernel, error = result.kernel, jnp.where(result.usable, result.error, jnp.inf)
     # Here, and only here, log-scalings become those of K.
-    u = log_a + state.absorbed_u + state.u
-    v = log_b + jnp.where(problem.live, state.absorbed_v + state.v, 0.0)
+    u = log_a + kernel.absorbed_u + kernel.u
+    v = log_b + jnp.where(problem.live, kernel.absorbed_v + kernel.v, 0.0)
     scalings = Scalings(u, v, error, result.iterations, _status(result, tolerance))
     # Frees the int8 kernel.
-    return scalings, state._replace(int8=sharding.vary_like(jnp.zeros(0, jnp.int8), log_a))
+    return scalings, kernel._replace(int8=sharding.vary_like(jnp.zeros(0, jnp.int8), log_a))
