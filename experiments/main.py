@@ -29,13 +29,14 @@ CHOICES = {"methods": spec.METHODS, "data": spec.DATA}
 def main() -> None:
     """Executes the runs of the config and prints a comparison."""
     runs = spec.expand(launch.from_flags())
+    load = run.Loader()
     if _DRY_RUN.value:
         for one in runs.values():
-            shapes = run.load_dataset(one).summary()
+            shapes = load(one).summary()
             print(json.dumps({"config": one.to_json(), "shapes": shapes}, indent=2))
         return
     workdir = cli.workdir()
-    report.conclude(runs, run.run_all(runs, workdir), workdir)
+    report.conclude(runs, run.run_all(runs, workdir, load=load), workdir, load=load)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Retrieval scores for comparison with other work: gallery sizes, chance level, 1,000 items."""
+"""Retrieval scores of a run: recall, gallery sizes, chance level, and the 1,000-item protocol."""
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,43 +14,83 @@ FILE = "protocol.json"
 """Name of the file with these scores in a run folder."""
 
 
-def scores(model: aligner.Aligner, gallery: data.Gallery) -> dict[str, float]:
-    """Computes scores that complement those of `evaluation.evaluate`.
+class Embedded(NamedTuple):
+    """A gallery in the shared space. It is embedded once for all of its scores.
+
+    Attributes:
+        x: Features of the rows of x.
+        y: Features of the rows of y.
+        x_of_y: The matching row of x for every row of y.
+        bias_x: Correction of each row of x for hubs. None if the model is not calibrated.
+        bias_y: Correction of each row of y for hubs. None if the model is not calibrated.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    x_of_y: np.ndarray
+    bias_x: np.ndarray | None = None
+    bias_y: np.ndarray | None = None
+
+    def part(self, rows_x: np.ndarray, rows_y: np.ndarray, x_of_y: np.ndarray) -> "Embedded":
+        """Returns some of the rows. The corrections do not depend on the gallery."""
+        bias_x = None if self.bias_x is None else self.bias_x[rows_x]
+        bias_y = None if self.bias_y is None else self.bias_y[rows_y]
+        return Embedded(self.x[rows_x], self.y[rows_y], x_of_y, bias_x, bias_y)
+
+
+def embed(model: aligner.Aligner, gallery: data.Gallery) -> Embedded:
+    """Embeds a gallery.
 
     Args:
-        model: The model to score.
+        model: The model.
+        gallery: Matching rows of both modalities.
+
+    Returns:
+        The gallery in the shared space.
+    """
+    x = evaluation.embed(model.heads.x, gallery.x)
+    y = evaluation.embed(model.heads.y, gallery.y)
+    by = model.calibration
+    biases = () if by is None else (np.asarray(by.x(x)), np.asarray(by.y(y)))
+    return Embedded(x, y, gallery.x_of_y, *biases)
+
+
+def recalls(gallery: Embedded) -> dict[str, float]:
+    """Computes the scores of `evaluation.evaluate`: plain recall, and "calibrated/..." if known."""
+    found = evaluation.retrieval(gallery.x, gallery.y, gallery.x_of_y)
+    if gallery.bias_x is not None:
+        calibrated = evaluation.retrieval(
+            gallery.x, gallery.y, gallery.x_of_y, bias_x=gallery.bias_x, bias_y=gallery.bias_y
+        )
+        found |= {f"calibrated/{name}": value for name, value in calibrated.items()}
+    return found
+
+
+def scores(gallery: Embedded) -> dict[str, float]:
+    """Computes scores that complement `recalls`, for comparison with other work.
+
+    Args:
         gallery: The items to retrieve.
 
     Returns:
         The size of the gallery ("rows_x" and "rows_y") and the scores of a random ranking
-        ("chance/mean/R@1"). If x has more than 1,000 rows, also the scores of
-        `evaluation.evaluate` with the prefix "1k/". They are means over disjoint galleries, each of
-        1,000 random rows of x with all their rows of y.
+        ("chance/mean/R@1"). If x has more than 1,000 rows, also the scores of `recalls` with the
+        prefix "1k/". They are means over disjoint galleries, each of 1,000 random rows of x with
+        all their rows of y.
 
-    >>> from sotalign_jax import heads
-    >>> model = aligner.Aligner(heads.build_heads(4, 3, 2), {})
-    >>> scores(model, data.gallery(np.eye(4), np.eye(3)[[0, 1, 2, 0]]))["chance/mean/R@1"]
+    >>> scores(Embedded(np.eye(4), np.eye(4), np.array([0, 1, 2, 0])))["chance/mean/R@1"]
     25.0
     """
-    sizes = {"rows_x": len(gallery.x), "rows_y": len(gallery.y)}
+    sizes: dict[str, float] = {"rows_x": len(gallery.x), "rows_y": len(gallery.y)}
+    sizes |= chance(len(gallery.x), gallery.x_of_y)
     if len(gallery.x) <= FOLD:
-        return sizes | chance(len(gallery.x), gallery.x_of_y)
-    x, y = model.embed_x(gallery.x), model.embed_y(gallery.y)
-    # The potentials do not depend on the gallery, so they are computed once for all folds.
-    by = model.calibration
-    bias_x, bias_y = (None, None) if by is None else (by.x(x), by.y(y))
+        return sizes
     made = []
-    for rows_x, rows_y, owner in folds(len(x), gallery.x_of_y):
-        f, g = x[rows_x], y[rows_y]
-        fold = {"rows_x": FOLD, "rows_y": len(g), **chance(FOLD, owner)}
-        fold |= evaluation.retrieval(f, g, owner)
-        if bias_x is not None and bias_y is not None:
-            biases = {"bias_x": bias_x[rows_x], "bias_y": bias_y[rows_y]}
-            calibrated = evaluation.retrieval(f, g, owner, **biases)
-            fold |= {f"calibrated/{name}": value for name, value in calibrated.items()}
-        made.append(fold)
+    for rows_x, rows_y, owner in folds(len(gallery.x), gallery.x_of_y):
+        fold = {"rows_x": FOLD, "rows_y": len(rows_y), **chance(FOLD, owner)}
+        made.append(fold | recalls(gallery.part(rows_x, rows_y, owner)))
     means = {f"1k/{name}": float(np.mean([fold[name] for fold in made])) for name in made[0]}
-    return sizes | chance(len(x), gallery.x_of_y) | means | {"1k/folds": len(made)}
+    return sizes | means | {"1k/folds": len(made)}
 
 
 def folds(n: int, x_of_y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -85,23 +125,6 @@ def chance(n: int, x_of_y: np.ndarray) -> dict[str, float]:
     """
     m, own, by = len(x_of_y), np.bincount(x_of_y, minlength=n), evaluation.chance
     return {f"chance/mean/R@{k}": (by(m, k, own) + by(n, k)) / 2 for k in evaluation.KS}
-
-
-def of_galleries(
-    model: aligner.Aligner, galleries: Mapping[str, data.Gallery | None]
-) -> dict[str, float]:
-    """Returns `scores` of several galleries, with the gallery's name as a prefix.
-
-    Args:
-        model: The model to score.
-        galleries: Galleries by name. None is skipped.
-    """
-    return {
-        f"{name}/{key}": value
-        for name, gallery in galleries.items()
-        if gallery is not None
-        for key, value in scores(model, gallery).items()
-    }
 
 
 def at_chance(results: Mapping[str, Any]) -> bool:

@@ -211,25 +211,38 @@ SOLVER_CURVES = {
 SOLVER_HINT = "If an error rises above the tolerance, raise max_iterations or epsilon_star."
 
 
-def conclude(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
+def conclude(
+    configs: Configs,
+    results: Results,
+    workdir: pathlib.Path,
+    *,
+    load: run_lib.Loader | None = None,
+) -> None:
     """Compares runs and raises if one of them failed.
 
     Args:
         configs: Configs by run name, such as "sail-seed0".
         results: Results by run name.
         workdir: Folder that holds the runs.
+        load: Reader of the data. The default is a new one.
 
     Raises:
         FloatingPointError: A run failed.
     """
-    compare(configs, results, workdir)
+    compare(configs, results, workdir, load=load)
     if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
         raise FloatingPointError(
             f"{len(failed)} of {len(results)} runs failed; first error: {failed[0]}"
         )
 
 
-def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
+def compare(
+    configs: Configs,
+    results: Results,
+    workdir: pathlib.Path,
+    *,
+    load: run_lib.Loader | None = None,
+) -> None:
     """Prints a comparison of runs and writes it to `workdir`.
 
     The files are comparison.md, .csv and .png and report.html. A test gallery of more than 1,000
@@ -240,14 +253,17 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         configs: Configs by run name, such as "sail-seed0".
         results: Results by run name.
         workdir: Folder that holds the runs.
+        load: Reader of the data. The default is a new one.
     """
     if distributed.is_first():
         # Two commands that end together write one after the other.
         with storage.locked(workdir, wait=True):
-            _compare(configs, results, workdir)
+            _compare(configs, results, workdir, load or run_lib.Loader())
 
 
-def _compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
+def _compare(
+    configs: Configs, results: Results, workdir: pathlib.Path, load: run_lib.Loader
+) -> None:
     """Prints and writes the comparison of a locked folder."""
     folders = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
     kept = {name: folder / protocol.FILE for name, folder in folders.items()}
@@ -282,7 +298,7 @@ def _compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         parts.append(markup.section("Training", *shown))
     # A failed run has no model to query.
     if labels.y and (folders[best] / persistence.FOLDER).exists():
-        gallery = run_lib.load_dataset(configs[best]).test
+        gallery = load(configs[best]).test
         assert gallery is not None
         found = retrieved.find(aligner.Aligner.load(folders[best]), gallery, labels)
         told = retrieved.summary(found, labels)

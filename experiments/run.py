@@ -6,10 +6,11 @@ metrics.jsonl, protocol.json, results.json, checkpoints/ and aligner/.
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from experiments import distributed, photos, protocol
 from experiments import spec as spec_lib
@@ -44,6 +45,7 @@ def run_all(
     configs: Mapping[str, Run],
     workdir: pathlib.Path,
     *,
+    load: "Loader | None" = None,
     title: str = "compare",
     trials: bool = False,
 ) -> dict[str, Results]:
@@ -56,6 +58,7 @@ def run_all(
     Args:
         configs: Configs by run name.
         workdir: Folder of the results. It is locked until all runs have ended.
+        load: Reader of the data. The default is a new one.
         title: Title of the progress bar.
         trials: True if a run whose settings cannot be used is a result like others.
 
@@ -66,8 +69,9 @@ def run_all(
         UnusableError: The settings conflict with each other or with the data.
         InputError: The folder is in use or holds other runs.
     """
+    load = load or Loader()
     if len(configs) == 1:
-        return {name: run(config, workdir) for name, config in configs.items()}
+        return {name: run(config, workdir, load=load) for name, config in configs.items()}
     ended = _finished_all(configs, workdir)
     if len(ended) == len(configs):
         return ended
@@ -75,13 +79,17 @@ def run_all(
         begun = distributed.agree(lambda: any((workdir / name).exists() for name in configs))
         begun = begun or trials
         if not begun:
-            _check_data(configs.values())
+            # All data are read once before hours of training. Seeds of a run have the same files.
+            for config in {one.data: one for one in reversed([*configs.values()])}.values():
+                load(config, observer=_Reading())
+            for config in configs.values():
+                load.check(config)
         with workdir_lib.Progress(len(configs), title, initial=len(ended), unit="runs") as bar:
             for name, config in configs.items():
                 if name in ended:
                     continue
                 try:
-                    ended[name] = run(config, workdir / name, inner=True)
+                    ended[name] = run(config, workdir / name, load=load, inner=True)
                 except UnusableError as error:
                     if not begun:
                         raise  # nothing has been computed yet, so the user can simply correct it
@@ -94,15 +102,6 @@ def run_all(
         ended = {name: ended[name] for name in configs}  # finished runs were put first above
         workdir_lib.write_json(workdir / "results.json", ended)
     return ended
-
-
-def _check_data(configs: Iterable[Run]) -> None:
-    """Raises if the data of any run cannot be used, before hours of training."""
-    loaded: dict[Any, data.Dataset] = {}
-    for config in configs:
-        if config.data not in loaded:
-            loaded[config.data] = load_dataset(config)
-        _check_pool(config, loaded[config.data])
 
 
 def record(configs: Mapping[str, Run]) -> dict[str, Any]:
@@ -137,7 +136,9 @@ def _finished(config: Run, folder: pathlib.Path) -> Results | None:
     return distributed.agree(lambda: workdir_lib.read_scores(ended))
 
 
-def run(config: Run, folder: pathlib.Path, *, inner: bool = False) -> Results:
+def run(
+    config: Run, folder: pathlib.Path, *, load: "Loader | None" = None, inner: bool = False
+) -> Results:
     """Executes one run in `folder`, or resumes it.
 
     The folder is claimed first, so that a second command for the same folder fails at once. If the
@@ -146,6 +147,7 @@ def run(config: Run, folder: pathlib.Path, *, inner: bool = False) -> Results:
     Args:
         config: Run of the run.
         folder: Run folder.
+        load: Reader of the data. The default is a new one.
         inner: True if the progress bar is shown below that of `run_all`.
 
     Returns:
@@ -164,12 +166,11 @@ def run(config: Run, folder: pathlib.Path, *, inner: bool = False) -> Results:
         workdir_lib.Recorder(folder, steps=config.train.steps, **shown) as recorder,
     ):
         try:
-            model, dataset = _train(config, recorder)
+            model, dataset = _train(config, recorder, load or Loader())
         except checks.InputError as error:
             raise UnusableError(str(error)) from error
-        results = _evaluate(model, dataset)
-        galleries = {"val": dataset.val, "test": dataset.test}
-        workdir_lib.write_json(folder / protocol.FILE, protocol.of_galleries(model, galleries))
+        results, more = _evaluate(model, dataset)
+        workdir_lib.write_json(folder / protocol.FILE, more)
         info = {"settings": config.to_json(), "results": results}
         known = encoders_of(config)
         info |= {"encoders": known} if known else {}
@@ -211,12 +212,14 @@ def row_ids(config: Run, dataset: data.Dataset) -> persistence.Rows:
     return found
 
 
-def _train(config: Run, recorder: workdir_lib.Recorder) -> tuple[Aligner, data.Dataset]:
+def _train(
+    config: Run, recorder: workdir_lib.Recorder, load: "Loader"
+) -> tuple[Aligner, data.Dataset]:
     """Loads the data, resolves the recipe and trains the model."""
     if config.tensorboard:  # fail before the data are read
         checks.require("tensorboardX", extra="tensorboard")
     mesh = sharding.rows_mesh(config.mesh)
-    dataset = load_dataset(config, observer=recorder)
+    dataset = load(config, observer=recorder)
     resolved, dataset = resolve(config, dataset)
     # Cross-validation may choose another kind of teacher on a host that rounds differently.
     prepared = recipe.prepare(
@@ -258,22 +261,67 @@ def resolve(config: Run, dataset: data.Dataset) -> tuple[recipe.Recipe, data.Dat
     return config.recipe(dataset), dataset
 
 
-def _evaluate(model: Aligner, dataset: data.Dataset) -> Results:
-    """Returns the scores of a model on all galleries of its data."""
+def _evaluate(model: Aligner, dataset: data.Dataset) -> tuple[Results, Results]:
+    """Returns the scores of a model on all galleries of its data, and those of `protocol`."""
     selection = ("best_step", "selected", "candidates", "kernel_teacher", "unpaired")
     results = {name: model.info[name] for name in selection if name in model.info}
     if results.get("selected") == "trained" and len(results["candidates"]) < 2:
         results = {"best_step": results["best_step"]}  # a single candidate is no selection
     results["calibrated"] = model.calibrated
-    x, y = model.heads.x, model.heads.y
+    more: Results = {}
     for name, gallery in (("val", dataset.val), ("test", dataset.test)):
         if gallery is not None:  # calibrated scores are added as test/calibrated/mean/R@1
-            scores = evaluation.evaluate(x, y, gallery, model.calibration)
+            embedded = protocol.embed(model, gallery)
+            scores = protocol.recalls(embedded)
             results |= {f"{name}/{key}": value for key, value in scores.items()}
+            scores = protocol.scores(embedded)
+            more |= {f"{name}/{key}": value for key, value in scores.items()}
     if dataset.zero_shot is not None:
+        x, y = model.heads.x, model.heads.y
         scores = evaluation.evaluate_zero_shot(x, y, dataset.zero_shot)
         results |= {f"test/{key}": value for key, value in scores.items()}
-    return results
+    return results, more
+
+
+KEPT = 4 << 30
+"""Bytes of the data sets that are kept for further runs."""
+
+
+class Loader:
+    """Reads the data of runs. Runs that differ in their methods only share one data set."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[spec_lib.Data, int], data.Dataset] = {}
+
+    def __call__(self, config: Run, *, observer: progress.Observer | None = None) -> data.Dataset:
+        """Returns the data of a run, see `load_dataset`."""
+        key = config.data, config.seed
+        if key not in self._made:
+            made = load_dataset(config, observer=observer)
+            if sum(map(_bytes, (made, *self._made.values()))) > KEPT:
+                self._made.clear()
+            self._made[key] = made
+        _check_pool(config, self._made[key])
+        return self._made[key]
+
+    def check(self, config: Run) -> None:
+        """Checks that the method of a run can use the data, if they have been read."""
+        if (made := self._made.get((config.data, config.seed))) is not None:
+            _check_pool(config, made)
+
+
+def _bytes(dataset: data.Dataset) -> int:
+    """Returns the memory that the arrays of a data set take, without mapped files."""
+    arrays = [dataset.pairs_x, dataset.pairs_y, dataset.pool_x, dataset.pool_y]
+    arrays += [side for one in (dataset.val, dataset.test) if one for side in (one.x, one.y)]
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
+
+class _Reading(progress.Observer):
+    """Shows which file is read before the first run."""
+
+    def stage(self, text: str) -> None:
+        progress.say(f"{text} ...", show=distributed.is_first())
 
 
 def load_dataset(config: Run, *, observer: progress.Observer | None = None) -> data.Dataset:

@@ -111,6 +111,7 @@ def main() -> None:
     own = methods.METHODS[method].grid if method in methods.METHODS else {}
     tried = points(_parsed(_GRID.value) if _GRID.value else own, method)
     untested = {"data.test": False}
+    load = run.Loader()
     listed = {name: {**changes, **point, **untested} for name, point in tried.items()}
     trials = spec_lib.expand(spec.change({"runs": listed}))
     if not (workdir / "trials" / "config.json").exists():
@@ -118,11 +119,11 @@ def main() -> None:
         # before hours of trials.
         whole = {label: {**changes, **({} if _SEEDS.value else untested)}}
         first = next(iter(spec_lib.expand(spec.change({"runs": whole})).values()))
-        if run.load_dataset(first).val is None:
+        if load(first).val is None:
             remedy = "pass --config.data.files.val_x=PATH and val_y"
             raise checks.InputError(f"data has no validation split to choose by; {remedy}")
-    ended = run.run_all(trials, workdir / "trials", title=f"tune {label}", trials=True)
-    report.compare(trials, ended, workdir / "trials")
+    ended = run.run_all(trials, workdir / "trials", load=load, title=f"tune {label}", trials=True)
+    report.compare(trials, ended, workdir / "trials", load=load)
     winner = best(spec_lib.by_label(trials, ended))
     chosen = {label: {**changes, **tried[winner]}}
     text = str(chosen)
@@ -134,7 +135,8 @@ def main() -> None:
         seeds = tuple(range(_SEEDS.value))
         tests = spec_lib.expand(spec.change({"runs": chosen, "seed": None, "seeds": seeds}))
         folder = workdir / f"tested-{_SEEDS.value}"
-        report.conclude(tests, run.run_all(tests, folder, title=f"test {label}"), folder)
+        ended = run.run_all(tests, folder, load=load, title=f"test {label}")
+        report.conclude(tests, ended, folder, load=load)
 
 
 if __name__ == "__main__":

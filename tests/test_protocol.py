@@ -48,7 +48,7 @@ def gallery():
 
 def test_scores_1k_are_means_over_disjoint_galleries(model, gallery):
     model = model.calibrated_by(gallery.x[:100], gallery.y[:100])
-    scores = protocol.scores(model, gallery)
+    scores = protocol.scores(protocol.embed(model, gallery))
     assert scores["rows_x"] == 2300 and scores["rows_y"] == 3450 and scores["1k/folds"] == 2
     seen, found = [], []
     for rows_x, rows_y, owner in protocol.folds(2300, gallery.x_of_y):
@@ -67,7 +67,7 @@ def test_scores_1k_are_means_over_disjoint_galleries(model, gallery):
 
 def test_scores_of_a_small_gallery_have_no_1k_protocol(model, gallery):
     small = data.gallery(gallery.x[:1000], np.tile(gallery.y[:1], (1000, 1)))
-    scores = protocol.scores(model, small)
+    scores = protocol.scores(protocol.embed(model, small))
     assert not any(key.startswith("1k") for key in scores)
     assert scores["chance/mean/R@1"] == pytest.approx(0.1)
 

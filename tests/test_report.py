@@ -193,7 +193,8 @@ def test_remarks_warn_if_validation_is_at_chance():
         trained = heads.build_heads(5, 4, cca.dim, teacher=cca)
         model = aligner.Aligner(trained, {})
         held = data.gallery(pairs.x[200:], pairs.y[200:])
-        scores = evaluation.evaluate(trained.x, trained.y, held) | protocol.scores(model, held)
+        scores = evaluation.evaluate(trained.x, trained.y, held)
+        scores |= protocol.scores(protocol.embed(model, held))
         one = {f"val/{key}": value for key, value in scores.items()}
         said = report.remarks({"cca-seed0": one}, compared(cca=[one]))
         assert any("validation is at chance for cca-seed0" in line for line in said) == expected

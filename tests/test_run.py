@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import pathlib
 import signal
 
 import numpy as np
@@ -15,6 +16,7 @@ from small_runs import is_one_line
 import sotalign_jax
 from experiments import main, run, spec
 from sotalign_jax import checks, data, evaluation, methods, recipe, storage, teachers
+from sotalign_jax import files as files_lib
 
 
 def several(*names):
@@ -130,6 +132,27 @@ def test_main_writes_several_runs_to_one_folder(launch, tmp_path):
         assert is_one_line(error) and "error: workdir" in error
     after = small_runs.contents(run)
     assert after.pop("comparison.png") and before.pop("comparison.png") and after == before
+
+
+def test_main_reads_files_once_and_embeds_each_gallery_once_a_run(launch, files, monkeypatch):
+    read, embedded = [], []
+    load_array, embed = files_lib.load_array, evaluation.embed
+
+    def counted(path):
+        read.append(pathlib.Path(path).stem)
+        return load_array(path)
+
+    def watched(head, rows, **options):
+        embedded.extend(name for name in ("test_x", "test_y") if np.array_equal(rows, held[name]))
+        return embed(head, rows, **options)
+
+    held = {name: np.load(files / f"{name}.npy") for name in ("test_x", "test_y")}
+    monkeypatch.setattr(files_lib, "load_array", counted)
+    monkeypatch.setattr(evaluation, "embed", watched)
+    _, error = launch(several("procrustes", "cca", "sail"), "--config.train.steps=2", method=None)
+    assert error is None
+    assert sorted(read) == ["test_x", "test_y", "val_x", "val_y", "x", "y"]
+    assert sorted(embedded) == 3 * ["test_x"] + 3 * ["test_y"]
 
 
 def test_main_with_cca_matches_the_teachers_scores(launch, files, tmp_path):
