@@ -5,7 +5,8 @@ from __future__ import annotations  # help(Aligner) shows ArrayLike instead of i
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from sotalign_jax import (
     neighbours,
     persistence,
     runtime,
+    sharing,
     tables,
 )
 from sotalign_jax.calibration import SAMPLE, Calibration, calibrate
@@ -350,6 +352,78 @@ class Aligner:
             InputError: The folder has no aligner, or one of its files is missing or damaged.
         """
         return cls(**persistence.load(path))
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        report: evaluation.Report | None = None,
+        encoders: Sequence[str] = (),
+        data: str | None = None,
+        licence: str | None = None,
+        private: bool = False,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> str:
+        """Uploads the aligner and a model card to the Hugging Face Hub.
+
+        `info` and `rows` are uploaded too. They may name your files and the rows of your data.
+
+        Args:
+            repo_id: Name of the repository, such as "me/name". It is created if necessary.
+            report: The result of `evaluate` on rows that were not trained on, for the card.
+            encoders: Names of the encoders of x and of y, for the card.
+            data: Description of the training data, for the card.
+            licence: Licence of the heads, such as "apache-2.0", for the card.
+            private: True creates a private repository.
+            token: Access token. By default that of `hf auth login`.
+            endpoint: Address of the Hub.
+
+        Returns:
+            Address of the repository.
+
+        Raises:
+            InputError: The Hub refuses the upload, or cannot be reached, or huggingface_hub is
+                missing.
+        """
+        described: Any = {"report": report, "encoders": encoders, "data": data, "licence": licence}
+        card = sharing.card(repo_id, self.info, calibrated=self.calibrated, **described)
+        options: Any = {"private": private, "token": token, "endpoint": endpoint}
+        with tempfile.TemporaryDirectory(prefix="sotalign-") as temporary:
+            folder = pathlib.Path(temporary) / "aligner"
+            self.save(folder)
+            return sharing.push(folder, repo_id, card, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        endpoint: str | None = None,
+    ) -> Aligner:
+        """Reads an aligner from a folder or from the Hugging Face Hub.
+
+        Args:
+            path: A folder, as in `load`, or the name of a repository such as "me/name".
+            revision: Branch, tag or commit of the repository. By default "main".
+            token: Access token. By default that of `hf auth login`.
+            cache_dir: Folder of the downloads. By default that of huggingface_hub.
+            endpoint: Address of the Hub.
+
+        Returns:
+            The aligner.
+
+        Raises:
+            InputError: There is no such folder or repository, it holds no aligner, or
+                huggingface_hub is missing.
+        """
+        if pathlib.Path(path).expanduser().exists():
+            return cls.load(path)
+        options: Any = {"revision": revision, "token": token, "endpoint": endpoint}
+        return cls.load(sharing.fetch(os.fspath(path), cache_dir=cache_dir, **options))
 
     def evaluate(
         self,

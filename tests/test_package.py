@@ -27,7 +27,7 @@ LAYERS = (
     ("neighbours",),
     ("evaluation",),
     ("runtime",),
-    ("export", "persistence"),
+    ("export", "persistence", "sharing"),
     ("aligner",),
     ("faiss_index",),
     ("methods",),
