@@ -7,7 +7,11 @@
 (4, 4)
 """
 
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
 from sotalign_jax import (
+    checks,
     data,
     diagnostics,
     evaluation,
@@ -30,6 +34,10 @@ from sotalign_jax.ot.sinkhorn import reference as sinkhorn_reference
 from sotalign_jax.ot.solver import Status
 from sotalign_jax.teachers import Teacher, best_cca, cca, kernel_cca, procrustes, tuned_cca
 from sotalign_jax.training import contrastive
+
+if TYPE_CHECKING:
+    from sotalign_jax.search.model import Model as Model
+    from sotalign_jax.search.pictures import pictures as pictures
 
 __version__ = "0.1.0"
 
@@ -69,3 +77,16 @@ __all__ = [
     "training",
     "tuned_cca",
 ]
+
+_SEARCH = {"Model": "sotalign_jax.search.model", "pictures": "sotalign_jax.search.pictures"}
+"""Modules of the names that need the extra `extract`."""
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `Model` and `pictures` on first use, because arrays need none of their packages."""
+    if name not in _SEARCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for package in ("torch", "transformers", "PIL"):
+        if importlib.util.find_spec(package) is None:
+            raise checks.not_installed(package, extra="extract")
+    return getattr(importlib.import_module(_SEARCH[name]), name)

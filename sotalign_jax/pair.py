@@ -11,7 +11,7 @@ pools `unpaired_x` and `unpaired_y`.
 
 from typing import Any
 
-from sotalign_jax import checks, data, files
+from sotalign_jax import data, files
 from sotalign_jax.search import cli, extraction
 from sotalign_jax.search.cli import flags, path_flag
 
@@ -38,11 +38,7 @@ def main() -> None:
     x, y, out = extraction.load(_X.value), extraction.load(_Y.value), cli.workdir()
     options: dict[str, Any] = {flag.name: flag.value for flag in _OPTIONS}
     arrays = extraction.join(_PART.value, x, y, **options)
-    pairs = arrays.get("x")
-    # Refuse now: training would fail with too few pairs.
-    if isinstance(pairs, extraction.Taken) and len(pairs.chosen) < checks.MIN_PAIRS:
-        text = f"x and y have {len(pairs.chosen)} training pairs"
-        raise checks.InputError(f"{text} but training needs {checks.MIN_PAIRS}; add captions")
+    extraction.check_pairs(arrays)  # training would fail
     extraction.write(out, arrays, x, y)
     for name in arrays:
         path = out / f"{name}.npy"

@@ -135,6 +135,17 @@ def test_semi_supervised_holds_out_validation_and_test(n_pairs):
     )  # with no rows left, the pool is the pairs
 
 
+@pytest.mark.parametrize("held_out", [None, (0.1, 0.2)])
+def test_pair_rows_are_the_rows_of_the_pairs(held_out):
+    x, y = np.random.default_rng(0).normal(size=(2, 400, 4)).astype(np.float32)
+    made = data.semi_supervised(x, y, n_pairs=150, held_out=held_out)
+    smaller = data.hold_out(made, seed=0)
+    assert len(smaller.pairs_x) < len(made.pairs_x)
+    for one in (made, smaller):
+        np.testing.assert_array_equal(x[one.pair_rows], one.pairs_x)
+        np.testing.assert_array_equal(y[one.pair_rows], one.pairs_y)
+
+
 def test_semi_supervised_holds_out_whole_pictures():
     x, y = _captioned(60, 5)
     made = data.semi_supervised(x, y, n_pairs=50, held_out=data.VAL_AND_TEST)

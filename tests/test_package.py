@@ -140,6 +140,33 @@ def test_commands_name_a_missing_extra_in_one_line():
     ]
 
 
+OLD = ("extract", "pair", "search", "serve")
+
+
+@pytest.mark.parametrize("command", OLD)
+def test_old_commands_name_the_new_one(command):
+    typed = [sys.executable, "-m", f"experiments.{command}", "--model=m"]
+    run = subprocess.run(typed, cwd=FOLDER.parent, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1
+    assert run.stderr.endswith(f"python -m sotalign_jax.{command}\n")
+
+
+@pytest.mark.parametrize("name", ["Model", "pictures"])
+def test_model_names_the_missing_extra_on_first_use(name):
+    code = f"""
+        import sys
+        sys.modules["torch"] = None
+        import sotalign_jax as sota
+        try:
+            sota.{name}
+        except sota.InputError as error:
+            print(error)
+    """
+    typed = [sys.executable, "-c", textwrap.dedent(code)]
+    run = subprocess.run(typed, capture_output=True, text=True, check=True)
+    assert run.stdout == "torch is not installed; run pip install 'sotalign-jax[extract]'\n"
+
+
 def test_package_is_typed():
     assert (FOLDER / "py.typed").exists()
 

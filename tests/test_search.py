@@ -1,6 +1,7 @@
 """Tests of models on raw data, and of the search command."""
 
 import base64
+import shutil
 
 import numpy as np
 import PIL.Image
@@ -244,18 +245,46 @@ def test_load_finds_the_only_run_and_lists_several(untrained, tmp_path, monkeypa
     monkeypatch.setattr(encoders, "load", toy_load)
     untrained.save(tmp_path / "run" / "align-seed0" / "aligner")
     for path in (tmp_path / "run", tmp_path / "run" / "align-seed0"):
-        loaded = model_lib.load(path)
+        loaded = model_lib.Model.load(path)
         assert loaded.folder == tmp_path / "run" / "align-seed0"
         assert [loaded.encoders[side].modality for side in "xy"] == ["image", "text"]
     untrained.save(tmp_path / "run" / "sail-seed0" / "aligner")
     with pytest.raises(checks.InputError, match=r"align-seed0.*sail-seed0"):
-        model_lib.load(tmp_path / "run")
+        model_lib.Model.load(tmp_path / "run")
 
 
 def test_load_encoder_asks_for_an_unknown_encoder(untrained):
     unknown = aligner.Aligner(untrained.heads, {"settings": {"data": {"name": "files"}}})
     with pytest.raises(checks.InputError, match=r"y_encoder .*--y_encoder=NAME"):
         model_lib.load_encoder(unknown, "y", None, None)
+
+
+def test_saved_model_searches_without_its_pictures(untrained, images, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoders, "load", toy_load)
+    untrained.save(tmp_path / "run" / "aligner")
+    searched = model_lib.Model.load(tmp_path / "run").index(images)
+    searched.save(tmp_path / "saved")
+    (tmp_path / "saved").rename(tmp_path / "moved")
+    shutil.rmtree(images)
+    shutil.rmtree(tmp_path / "run")
+    again = model_lib.Model.load(tmp_path / "moved")
+    assert again.search("a red car") == searched.search("a red car")
+    with pytest.raises(checks.InputError, match=r"path .*moved"):
+        again.save(tmp_path / "moved")
+    again.save(tmp_path / "moved", overwrite=True)
+    assert model_lib.Model.load(tmp_path / "moved").similar(0) == searched.similar(0)
+
+
+def test_saving_a_model_without_an_index_forgets_an_earlier_one(
+    untrained, images, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(encoders, "load", toy_load)
+    untrained.save(tmp_path / "run" / "aligner")
+    loaded = model_lib.Model.load(tmp_path / "run")
+    loaded.index(images).save(tmp_path / "saved")
+    loaded.save(tmp_path / "saved", overwrite=True)
+    with pytest.raises(checks.InputError, match="indexed"):
+        model_lib.Model.load(tmp_path / "saved").search("a red car")
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -276,7 +305,7 @@ def test_search_answers_every_query(options, images, tmp_path, capsys):
     assert error is None
     titles = ["a red car", "a bird", "a house", "a tree", "d.png"]
     assert [line for line in out.splitlines() if line in titles] == titles
-    loaded = model_lib.load(tmp_path / "run").index(images)
+    loaded = model_lib.Model.load(tmp_path / "run").index(images)
     for title, part in zip(titles[:4], out.split("rank")[1:], strict=False):
         for hit in loaded.search(title, k=2):
             assert f"{hit.score:.3f}  {hit.id}" in part

@@ -120,6 +120,22 @@ def test_held_out_is_empty_without_training_files(site):
     assert serve.held_out(aligner.Aligner(site.model.aligner.heads, {})) == []
 
 
+def test_run_stores_encoders_and_ids_with_the_aligner(folder, site, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "elsewhere")
+    copied = aligner.Aligner.load(tmp_path / "elsewhere")
+    names = {side: one["name"] for side, one in copied.info["encoders"].items()}
+    assert names == {"x": "toy", "y": "toy"}
+    x, y = extraction.load(folder / "image"), extraction.load(folder / "text")
+    parts = {"pairs_x": (x, "x"), "pairs_y": (y, "y"), "test_x": (x, "test_x")}
+    for part, (source, file) in parts.items():
+        row_of = {origin.id: n for n, origin in enumerate(source.origins)}
+        rows = source.rows[[row_of[name] for name in copied.rows[part]]]
+        np.testing.assert_array_equal(rows, np.load(folder / "files" / f"{file}.npy"))
+    texts = {origin.id: origin.text for origin in y.origins}
+    assert [texts[name] for name in copied.rows["test_y"]] == copied.rows["test_texts"]
+    assert not set(copied.rows["pairs_x"]) & set(copied.rows["test_x"])
+
+
 def test_page_shows_results_captions_and_badges(folder, site, ask):
     status, content, error = ask(search("a <red> square"))
     assert status == 200 and error == ""

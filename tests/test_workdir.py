@@ -1,6 +1,7 @@
 """Tests of run folders: atomic JSON, fingerprints, metrics and checkpoints."""
 
 import doctest
+import hashlib
 import json
 import math
 import os
@@ -22,6 +23,12 @@ from flax import nnx
 
 from experiments import workdir
 from sotalign_jax import checks, storage, training
+
+
+def test_digest_is_the_sha256_of_all_contents(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    found = storage.digest(tmp_path / "a", b"def")
+    assert found == hashlib.sha256(b"abcdef").hexdigest()
 
 
 def test_workdir_doctests_pass():

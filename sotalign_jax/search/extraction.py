@@ -47,11 +47,12 @@ class Row(NamedTuple):
 
 
 class Embeddings(NamedTuple):
-    """A finished extraction: memory-mapped rows, their origins, and the metadata."""
+    """A finished extraction: memory-mapped rows, their origins, metadata, and folder."""
 
     rows: np.ndarray
     origins: list[Row]
     metadata: dict[str, Any]
+    folder: pathlib.Path | None = None
 
 
 def extract(
@@ -196,7 +197,7 @@ def load(folder: pathlib.Path) -> Embeddings:
         text = f"metadata.json has shape {metadata['shape']}, embeddings.npy {list(rows.shape)}"
         text = f"{text} and rows.jsonl {len(origins)} rows"
         raise checks.InputError(f"{folder} is inconsistent ({text}); extract it again")
-    return Embeddings(rows, origins, metadata)
+    return Embeddings(rows, origins, metadata, folder)
 
 
 def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
@@ -475,6 +476,27 @@ def join(
     return arrays
 
 
+def check_pairs(arrays: Arrays) -> None:
+    """Raises InputError if there are too few training pairs."""
+    pairs = arrays.get("x")
+    if isinstance(pairs, Taken) and len(pairs.chosen) < checks.MIN_PAIRS:
+        text = f"x and y have {len(pairs.chosen)} training pairs"
+        raise checks.InputError(f"{text} but training needs {checks.MIN_PAIRS}; add captions")
+
+
+def ids_of(arrays: Arrays) -> dict[str, list[str]]:
+    """Returns the ids of training pairs and test rows, as in `Aligner.rows`."""
+    parts = {"pairs_x": "x", "pairs_y": "y", "test_x": "test_x", "test_y": "test_y"}
+    found: dict[str, list[str]] = {}
+    for part, name in parts.items():
+        rows = arrays.get(name)
+        if isinstance(rows, Taken):
+            origins = [rows.of.origins[row] for row in rows.chosen]
+            found[part] = [origin.id for origin in origins]
+            found |= {"test_texts": [o.text for o in origins]} if part == "test_y" else {}
+    return found
+
+
 def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
     """Returns pictures, labels and prompts of a classification set."""
     classes = x.metadata["data"].get("classes")
@@ -540,7 +562,7 @@ def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> No
 def _write_ids(path: pathlib.Path, rows: Taken) -> None:
     """Writes the ids of an array's rows beside it, and the texts of a gallery."""
     origins = [rows.of.origins[row] for row in rows.chosen]
-    root = pathlib.Path(rows.of.metadata["data"].get("root") or "").absolute()
+    root = pathlib.Path(rows.of.metadata.get("data", {}).get("root") or "").absolute()
     noted: dict[str, Any] = {"root": str(root), "ids": [origin.id for origin in origins]}
     if path.name.startswith(("val_", "test_")):
         noted["texts"] = [origin.text for origin in origins]

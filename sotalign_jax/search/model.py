@@ -1,12 +1,10 @@
 """Trained models with their encoders, which accept raw pictures, texts and sounds.
 
-A run's training files name their encoders. `load` loads the aligner and these encoders:
+import sotalign_jax as sota
 
-    from sotalign_jax.search import model
-
-    pictures = model.load("runs/pictures/run/align-seed0").index("PICTURES")
-    for hit in pictures.search("a bird", k=10):
-        print(hit.score, hit.id)
+pictures = sota.Model.load("runs/pictures/run/align-seed0").index("PICTURES")
+for hit in pictures.search("a bird", k=10):
+print(hit.score, hit.id)
 """
 
 import dataclasses
@@ -32,6 +30,10 @@ READERS: dict[str, Callable[[pathlib.Path], Any]] = {"image": items.oriented, "a
 """Functions that read a file, by modality."""
 REFERENCES = 256
 """Most queries in `Model.typical`. The standard error of a mean is then 6 % of the deviation."""
+
+
+SEARCH, INDEXED = "search", "indexed.json"
+"""Folder of a model's indexes, and file that names the index that it was saved with."""
 
 
 class Hit(NamedTuple):
@@ -77,6 +79,78 @@ class Model:
     encoders: Mapping[str, encoders.Encoder]
     folder: pathlib.Path
     indexed: Index | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        x_encoder: str | None = None,
+        y_encoder: str | None = None,
+        x_weights: str | None = None,
+        y_weights: str | None = None,
+        device: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Model":
+        """Loads a trained model with the encoders that it was trained with.
+
+        Args:
+            path: Folder of a finished run, folder with a single finished run, or folder written by
+                `Model.save` or `Aligner.save`.
+            x_encoder: Encoder of the first modality. The default is the one trained with.
+            y_encoder: Encoder of the second modality. The default is the one trained with.
+            x_weights: Folder with a copy of the first encoder's repository.
+            y_weights: Folder with a copy of the second encoder's repository.
+            device: Torch device of the encoders. The default is the fastest.
+            trust_remote_code: Run code that comes with the weights.
+
+        Returns:
+            The model, with the items that were indexed when it was saved. The encoders stay in
+            memory.
+
+        Raises:
+            InputError: There is no model, an encoder is unknown, its weights are not those trained
+                with, or a package is missing.
+        """
+        folder = pathlib.Path(path).expanduser()
+        # The work folder of a single run is accepted in place of the folder of that run.
+        below = sorted(folder.glob(f"*/{persistence.FOLDER}"))
+        folder = below[0].parent if len(below) == 1 else folder
+        aligned = aligner.Aligner.load(folder)
+        options: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code}
+        x = load_encoder(aligned, "x", x_encoder, x_weights, **options)
+        y = load_encoder(aligned, "y", y_encoder, y_weights, **options)
+        model = cls(aligned, {"x": x, "y": y}, folder)
+        if not (folder / INDEXED).exists():
+            return model
+        saved = storage.read_json(folder / INDEXED)
+        return model.with_index(saved["side"], extraction.load(folder / SEARCH / saved["name"]))
+
+    def save(self, path: Path, *, overwrite: bool = False) -> None:
+        """Writes the model and its indexed items into a folder, which `load` reads anywhere.
+
+        Neither the training files nor the indexed files are needed to search afterwards. The
+        weights of the encoders are not copied.
+
+        Args:
+            path: The folder, which is created.
+            overwrite: True to replace an existing model.
+
+        Raises:
+            InputError: The folder holds a model already, or other files in its place.
+            OSError: The files cannot be written.
+        """
+        folder = pathlib.Path(path).expanduser()
+        self.aligner.save(folder / persistence.FOLDER, overwrite=overwrite)
+        (folder / INDEXED).unlink(missing_ok=True)
+        if self.indexed is None:
+            return
+        source = self.indexed.embeddings.folder
+        assert source is not None  # `index` reads every index from a folder
+        target = folder / SEARCH / source.name
+        if target.resolve() != source.resolve():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        storage.write_json(folder / INDEXED, {"side": self.indexed.side, "name": source.name})
 
     def encode_image(self, images: Path | Sequence[Content]) -> np.ndarray:
         """Maps pictures into the shared space.
@@ -156,7 +230,7 @@ class Model:
                 another encoder.
         """
         of = pathlib.Path(of).expanduser()
-        place = self.folder / "search" if place is None else pathlib.Path(place).expanduser()
+        place = self.folder / SEARCH if place is None else pathlib.Path(place).expanduser()
         if (of / shards.INPUTS).exists():
             modality = extraction.load(of).metadata["encoder"]["modality"]
             source, place = None, of
@@ -166,9 +240,20 @@ class Model:
         else:
             source, modality = datasets.open_dataset("folder", of), "image"
         side = self._side(modality)
-        found = _embedded(source, self.encoders[side], of, place)
-        features = self._map(side, found.rows)
-        return dataclasses.replace(self, indexed=Index(side, found, features))
+        return self.with_index(side, embedded(source, self.encoders[side], of, place))
+
+    def with_index(self, side: str, embeddings: extraction.Embeddings) -> "Model":
+        """Returns a model that searches the items of an extraction.
+
+        Args:
+            side: Side of the aligner that the items belong to, "x" or "y".
+            embeddings: Their raw embeddings.
+
+        Returns:
+            The model.
+        """
+        features = self._map(side, embeddings.rows)
+        return dataclasses.replace(self, indexed=Index(side, embeddings, features))
 
     def search(self, query: Content, k: int = 10, *, calibrated: bool | None = None) -> list[Hit]:
         """Finds the indexed items that are most similar to a query.
@@ -320,46 +405,6 @@ class Model:
         return known.x(features) if side == "x" else known.y(features)
 
 
-def load(
-    path: Path,
-    *,
-    x_encoder: str | None = None,
-    y_encoder: str | None = None,
-    x_weights: str | None = None,
-    y_weights: str | None = None,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-) -> Model:
-    """Loads a trained model with the encoders of its training files.
-
-    Args:
-        path: Folder of a finished run, folder with a single finished run, or folder written by
-            `Aligner.save`.
-        x_encoder: Encoder of the first modality. The default is the one trained with.
-        y_encoder: Encoder of the second modality. The default is the one trained with.
-        x_weights: Folder with a copy of the first encoder's repository.
-        y_weights: Folder with a copy of the second encoder's repository.
-        device: Torch device of the encoders. The default is the fastest.
-        trust_remote_code: Run code that comes with the weights.
-
-    Returns:
-        The model. The encoders stay in memory.
-
-    Raises:
-        InputError: There is no model, an encoder is unknown, its weights are not those trained
-            with, or a package is missing.
-    """
-    folder = pathlib.Path(path).expanduser()
-    # The work folder of a single run is accepted in place of the folder of that run.
-    below = sorted(folder.glob(f"*/{persistence.FOLDER}"))
-    folder = below[0].parent if len(below) == 1 else folder
-    aligned = aligner.Aligner.load(folder)
-    options: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code}
-    x = load_encoder(aligned, "x", x_encoder, x_weights, **options)
-    y = load_encoder(aligned, "y", y_encoder, y_weights, **options)
-    return Model(aligned, {"x": x, "y": y}, folder)
-
-
 def load_encoder(
     aligned: aligner.Aligner, side: str, name: str | None, weights: str | None, **options: Any
 ) -> encoders.Encoder:
@@ -429,7 +474,7 @@ def _read(content: Content, modality: str) -> Any:
         raise checks.InputError(f"{text}; pass another file") from error
 
 
-def _embedded(
+def embedded(
     source: items.Source | None, encoder: encoders.Encoder, of: pathlib.Path, place: pathlib.Path
 ) -> extraction.Embeddings:
     """Returns the embeddings of a source, from the extraction at `place` or newly computed.

@@ -65,4 +65,4 @@ def load(of: pathlib.Path) -> model.Model:
     if _MODEL.value is None:
         raise checks.InputError("model is not set; pass --model=FOLDER")
     named: dict[str, Any] = {flag.name: flag.value for flag in (*_ENCODERS, DEVICE, TRUST)}
-    return model.load(_MODEL.value, **named).index(of, _INDEX.value)
+    return model.Model.load(_MODEL.value, **named).index(of, _INDEX.value)
