@@ -369,8 +369,8 @@ class Model:
             read = [encoder.prepare(_read(content, encoder.modality)) for content in batch]
             found: dict[int, np.ndarray] = {}
             for chosen in encoder.split(read):
-                embedded = encoder.embed([read[n] for n in chosen])
-                found |= zip(chosen, np.asarray(embedded, np.float32), strict=True)
+                made = encoder.embed([read[n] for n in chosen])
+                found |= zip(chosen, np.asarray(made, np.float32), strict=True)
             rows += [found[n] for n in range(len(read))]
         if not rows:
             raise checks.InputError(f"{encoder.modality} must have at least one item, got 0")
