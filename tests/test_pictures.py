@@ -11,6 +11,7 @@ import sotalign_jax as sota
 from sotalign_jax import checks
 from sotalign_jax.search import encoders
 
+FAST = {"steps": 3, "recipe": "paper", "method": "sail"}
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220)}
 
 
@@ -45,7 +46,7 @@ def folder(tmp_path, rng):
 
 def test_pictures_trains_saves_and_embeds_once(folder, toys, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    made = sota.pictures(folder / "photos", folder / "captions.csv", steps=3)
+    made = sota.pictures(folder / "photos", folder / "captions.csv", **FAST)
     assert {hit.id[:4] for hit in made.search("a blue square 3", k=10)} == {"blue"}
     rows = made.aligner.rows
     assert len(rows["pairs_x"]) == len(set(rows["pairs_x"])) == 29 and len(rows["test_x"]) == 3
@@ -59,7 +60,7 @@ def test_pictures_trains_saves_and_embeds_once(folder, toys, monkeypatch, capsys
     loaded = sota.Model.load(folder / "saved")
     assert loaded.search("a red square") == made.search("a red square")
     (folder / "photos" / "red99.png").write_bytes((folder / "photos" / "red1.png").read_bytes())
-    sota.pictures(folder / "photos", folder / "captions.csv", steps=3)
+    sota.pictures(folder / "photos", folder / "captions.csv", **FAST)
     assert [one.embedded for one in toys[-2:]] == [1, 0]
 
 

@@ -318,7 +318,7 @@ def test_search_of_one_query_writes_page_with_its_title(options, images, tmp_pat
     out, error = small_runs.start(search, asked, capsys)
     assert error is None and out.startswith("  rank")
     page = (tmp_path / "page.html").read_text()
-    assert "a red car</h1>" in page and "each with its cosine." in page
+    assert "a red car</h1>" in page and "each with its score." in page
     names = [line.split()[-1] for line in out.splitlines()[2:6]]
     assert [page.index(name) for name in names] == sorted(page.index(name) for name in names)
 
