@@ -183,6 +183,32 @@ def test_tables_share_cells_of_equal_runs():
     assert sail == _key(PHOTOGRAPHS, "A1", "SAIL", "zero-shot")  # SAIL reads no pools
 
 
+@pytest.mark.parametrize("method", ["refined_cca", "align"])
+def test_spec_of_a_method_that_reads_the_pools_depends_on_them(method):
+    changes = {"method": method, "metric": "test/mean/R@1"}
+    specs = [
+        PHOTOGRAPHS.spec({**changes, "data.images": source}, 0) for source in ("main", "RSICD")
+    ]
+    assert [spec["data"]["images"] for spec in specs] == ["main", "RSICD"]
+    assert specs[0]["data"]["n_unpaired"] == 20_000
+    assert PHOTOGRAPHS.spec({**changes, "method": "cca"}, 0)["data"]["n_unpaired"] == 0
+
+
+def test_markdown_marks_numbers_of_a_single_seed():
+    def value(panel, row, column):
+        return None if column == "refined CCA" else 5.0
+
+    table = _filled("F5", value)
+    pairs, unpaired = table.panels
+    found = {**pairs.found, ("1,000", "refined CCA"): np.array([7.0, np.nan, np.nan])}
+    known = dataclasses.replace(pairs, found=found, failures=("1,000, refined CCA: not run",))
+    table = dataclasses.replace(table, panels=[known, unpaired])
+    assert table.partial == ["1,000, refined CCA: seed 0 alone"]
+    text = documents.markdown(table, PHOTOGRAPHS)
+    assert "1,000, refined CCA: seed 0 alone" in text and "not run" not in text
+    assert table.outcome == _filled("F5", lambda *at: 5.0).outcome
+
+
 def test_spec_key_depends_on_file_content(main, tmp_path):
     files = {name: shutil.copy(path, tmp_path) for name, path in main.items()}
     setup = Tiny("paper", sources.Files({"main": files, "COCO": main}))

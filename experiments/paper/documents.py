@@ -252,7 +252,10 @@ def markdown(table: PaperTable, setup: Setup, index: str = "RESULTS.md") -> str:
         assert table.paper is not None
         shown += grids.of_paper(table.paper, table.panels[0].corner).items()
     parts += [(f"*{name}*\n\n" if name else "") + one.markdown() for name, one in shown]
-    if failures := table.failures:
+    if partial := table.partial:
+        parts.append(f"Numbers of fewer seeds, which have no comparable ±: {'; '.join(partial)}.")
+    known_places = [text.partition(":")[0] for text in partial]
+    if failures := [why for why in table.failures if why.partition(":")[0] not in known_places]:
         rest = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
         parts.append(f"Missing: {'; '.join(failures[:3])}{rest}.")
     parts += ["## Settings", *_settings(table, setup)]

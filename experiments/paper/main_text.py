@@ -5,7 +5,7 @@ import functools
 from experiments.paper import panels as rules
 from experiments.paper import plots, shared
 from experiments.paper.runs import Setup
-from experiments.paper.sizes import TUNED_TEACHER
+from experiments.paper.sizes import REFINED_TEACHER, TUNED_TEACHER
 from experiments.paper.sources import MAIN
 from experiments.paper.table import PaperTable, last_above_first, panel
 
@@ -29,6 +29,7 @@ def t1(setup: Setup) -> PaperTable:
         "CCA": {**shared.MEAN_RECALL, "teacher": "cca"},
         "Contrastive": {**shared.MEAN_RECALL, "teacher": "contrastive"},
         "tuned CCA": {**shared.MEAN_RECALL, **TUNED_TEACHER},
+        "refined CCA": {**shared.MEAN_RECALL, **REFINED_TEACHER},
     }
     sizes = setup.sizes
     numbers = [sizes.n_pairs, sizes.many_pairs] if sizes.many_pairs else [sizes.n_pairs]
@@ -42,6 +43,7 @@ def t1(setup: Setup) -> PaperTable:
             common={"data.n_pairs": n},
             paper=paper,
             above=[("KLOT", "InfoNCE"), ("InfoNCE", "CKA"), ("KLOT", "None")],
+            unjudged=["refined CCA"],
         )
         for n in numbers
     ]
@@ -289,12 +291,18 @@ def f5(setup: Setup) -> PaperTable:
         "SAIL": {**shared.SAIL, **shared.MEAN_RECALL},
         "SOTAlign": {**shared.SOTALIGN, **shared.MEAN_RECALL},
     }
+    further: shared.Labelled = {
+        "SOTAlign (tuned CCA)": {**both["SOTAlign"], **TUNED_TEACHER},
+        "refined CCA": {**shared.MEAN_RECALL, "method": "teacher", **REFINED_TEACHER},
+        "SOTAlign (refined CCA)": {**both["SOTAlign"], **REFINED_TEACHER},
+        "align": {**shared.MEAN_RECALL, "method": "align"},
+    }
     pairs = panel(
         setup,
         name="pairs",
         corner="pairs",
         rows=shared.sizes_of("n_pairs", [*sizes.pairs, *many]),
-        columns={**both, "SOTAlign (tuned CCA)": {**both["SOTAlign"], **TUNED_TEACHER}},
+        columns={**both, **further},
         columns_above=[("SOTAlign", "SAIL"), ("SOTAlign (tuned CCA)", "SAIL")],
     )
     rows = shared.sizes_of("n_unpaired", sizes.unpaired)

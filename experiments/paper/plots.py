@@ -1,5 +1,6 @@
 """Figures of panels: lines, bars, scatter plots and heat maps."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,9 +43,10 @@ def _along(labels: list[str]) -> tuple[np.ndarray, bool]:
 def _styles(series: list[str]) -> list[dict[str, str]]:
     """Returns colour and line style per label, with blue for our method and grey for SAIL.
 
-    A series of the tuned teacher has the colour of the series without it, and a dashed line.
+    A series of another teacher has the colour of the series without it, and another line: dashed
+    for the tuned teacher, dotted for the refined one.
     """
-    plain = [label.replace("tuned ", "").replace(" (CCA)", "") for label in series]
+    plain = [re.sub("(tuned|refined) ", "", label).replace(" (CCA)", "") for label in series]
     ours = [any(word in label for word in ("SOTAlign", "ours", "KLOT")) for label in series]
     # Grey is for baselines, so it is used only beside our method.
     rest = iter([*(COLOURS[:1] if any(ours) else ()), *COLOURS[2:], "black", *COLOURS])
@@ -52,7 +54,7 @@ def _styles(series: list[str]) -> list[dict[str, str]]:
     for label, own in zip(plain, ours, strict=True):
         if label not in known:
             known[label] = COLOURS[1] if own and COLOURS[1] not in known.values() else next(rest)
-    dashes = ["--" if label not in plain else "-" for label in series]
+    dashes = [":" if "refined" in s else "--" if "tuned" in s else "-" for s in series]
     return [{"color": known[p], "ls": dash} for p, dash in zip(plain, dashes, strict=True)]
 
 

@@ -19,6 +19,8 @@ from experiments.spec import Spec as Comparison
 from experiments.store import Results, Spec, Store, key_of
 from sotalign_jax import checks, data, diagnostics, evaluation, heads, recipe, storage, teachers
 
+POOL_READERS = ("refined_cca", "align")
+"""Values of `method` that are no entry of `methods.METHODS` and read the pools."""
 ARMS = ("unrolled scan", "ott-jax implicit", "ours, from K")
 """Gradients that the paper compares, by their names in `benchmarks.peers`."""
 
@@ -54,6 +56,9 @@ class Setup:
         given = {k: v for k, v in changes.items() if not k.startswith(others)}
         method = changes["method"] if changes["method"] != "teacher" else given["teacher"]
         chosen = {**self._usual(method, wanted), **given, "method": method, "seed": seed}
+        if method == "align" and "train.steps" not in given:  # as many as outside of the tables
+            least, most = recipe.PRESETS["default"].steps
+            chosen["train.steps"] = min(max(wanted.n_pairs // 10, least), most)
         return _config(json.dumps(chosen)), wanted
 
     def _usual(self, method: str, asked: Data) -> dict[str, Any]:
@@ -97,7 +102,8 @@ class Setup:
             return {"measure": kind, **sizes, "data": asked._asdict(), "inputs": inputs(asked)}
         method = config.chosen
         # A method that reads no pools has one result for all of them, computed once.
-        if method is None or not method.pools:
+        reads_pools = config.method in POOL_READERS if method is None else method.pools
+        if not reads_pools:
             asked = asked._replace(n_unpaired=0, images=None, texts=None, noise=0.0)
         plain = {key: value for key, value in config.to_json().items() if key != "data"}
         return {"config": plain, "data": asked._asdict(), "inputs": inputs(asked)}

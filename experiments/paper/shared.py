@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from experiments.paper.panels import paper_results
 from experiments.paper.runs import Setup
-from experiments.paper.sizes import TUNED_TEACHER, Settings
+from experiments.paper.sizes import REFINED_TEACHER, TUNED_TEACHER, Settings
 from experiments.paper.sources import MAIN
 from experiments.paper.table import Above, available
 
@@ -63,6 +63,9 @@ def domain_methods(setup: Setup) -> Labelled:
         "SOTAlign": SOTALIGN,
         "tuned CCA": {"method": "tuned_cca"},
         "SOTAlign (tuned CCA)": {**SOTALIGN, **setup.sizes.tuned_start},
+        "refined CCA": {"method": "refined_cca"},
+        "SOTAlign (refined CCA)": {**SOTALIGN, **setup.sizes.tuned_start, **REFINED_TEACHER},
+        "align": {"method": "align"},
     }
 
 

@@ -22,6 +22,8 @@ TUNED_TEACHER: Settings = {"teacher": "tuned_cca"}
 """The teacher that cross-validation chooses in place of the paper's, see `teachers.tuned_cca`."""
 TUNED_START: Settings = {**TUNED_TEACHER, "start": "teacher"}
 """The tuned teacher, with heads that start at its projection."""
+REFINED_TEACHER: Settings = {"teacher": "refined_cca"}
+"""The teacher that transport plans between the unpaired rows refine, see `teachers.refine`."""
 TEACHER_START: Settings = {"start": "teacher", "sotalign.alpha": 1e-3}
 SHORT: Settings = {"train.steps": 200, "train.learning_rate": 1e-3, "train.eval_every": 10}
 """Fewer steps with the larger numbers of pairs."""

@@ -15,6 +15,8 @@ from experiments.store import Store
 Above = Sequence[tuple[str, str]]
 """Pairs of rows or columns. The first of each is claimed to have the larger numbers."""
 NO_SETTINGS: Settings = {}
+ADDED = ("tuned", "refined", "align")
+"""Words in the labels of rows and columns that the paper does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +88,10 @@ class PaperTable:
             return "needs files"
         if self.word:
             return self.word
-        # Runs of the tuned teacher are no part of the paper's claim.
-        missing = [why for p in self.panels if "tuned" not in p.name for why in p.failures]
-        if self.verdict.held is None and any("tuned" not in why for why in missing):
+        # Runs of other teachers are no part of the paper's claim.
+        missing = [f"{panel.name}, {why}" for panel in self.panels for why in panel.failures]
+        ours = [why for why in missing if not any(word in why for word in ADDED)]
+        if self.verdict.held is None and ours:
             return "not finished" if any(panel.found for panel in self.panels) else "not run"
         return WORDS[self.verdict.held]
 
@@ -96,6 +99,18 @@ class PaperTable:
     def failures(self) -> list[str]:
         """Messages of cells that failed or were not run."""
         return list(dict.fromkeys(why for panel in self.panels for why in panel.failures))
+
+    @property
+    def partial(self) -> list[str]:
+        """Rows and columns with numbers of some seeds only, with the number of these seeds."""
+        found: dict[str, None] = {}
+        for panel in self.panels:
+            for row, column in panel.places():
+                number = len(panel.at(row, column))
+                if 0 < number < len(panel.seeds):
+                    seeds = "seed 0 alone" if number == 1 else f"{number} seeds"
+                    found[f"{row}, {column}: {seeds}"] = None
+        return list(found)
 
 
 def panel(
