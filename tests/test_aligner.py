@@ -559,10 +559,9 @@ def test_align_rejects_teacher_of_other_widths(given, start):
     ("rows", "message"),
     [
         (np.ones((3, 5)), r"x.* 5\b"),
-        (np.full((3, D_X), np.nan), r"x .*row 0\b"),
-        (np.zeros((3, D_X)), r"x .*row 0\b"),
+        (np.full((3, D_X), np.nan), r"x .*rows 0\b"),
+        (np.zeros((3, D_X)), r"x .*rows 0\b"),
         (np.ones(D_X), r"x .*\(12,\)"),
-        (np.ones((0, D_X)), r"x .*rows.* 0"),
         (np.ones((3, D_X), int), r"x .*int64"),
     ],
 )

@@ -81,7 +81,7 @@ def test_mutual_knn_of_unrelated_rows_is_chance(rng):
             {"k": 1, "clamp": 0.0},
             r"clamp.* 0.0",
         ),
-        (np.full((4, 3), np.inf), np.ones((4, 3)), {"k": 1}, r"x .*row 0\b"),
+        (np.full((4, 3), np.inf), np.ones((4, 3)), {"k": 1}, r"x .*rows 0\b"),
     ],
 )
 def test_mutual_knn_rejects_bad_input(x, y, options, message):
@@ -196,8 +196,8 @@ def test_pool_shift_compiles_once_and_needs_little_memory(compilations):
     [
         (np.ones((4, 3)), np.ones((4, 2)), {}, r"y.* 2\b"),
         (np.ones((4, 1)), np.ones((4, 1)), {}, r"x.* 1\b"),
-        (np.zeros((4, 3)), np.ones((4, 3)), {}, r"x .*row 0\b"),
-        (np.ones((4, 3)), np.full((4, 3), np.nan), {}, r"y .*row 0\b"),
+        (np.zeros((4, 3)), np.ones((4, 3)), {}, r"x .*rows 0\b"),
+        (np.ones((4, 3)), np.full((4, 3), np.nan), {}, r"y .*rows 0\b"),
         (np.ones((4, 3)), np.ones((4, 3)), {"projections": 0}, r"projections.* 0"),
         (
             np.ones((4, 3)),

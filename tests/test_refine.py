@@ -371,7 +371,7 @@ def test_refine_is_scale_invariant():
     [
         (lambda A, B, X, Y: (A, B, X[:0], Y), r"^x .*rows.* 0"),
         (lambda A, B, X, Y: (A, B, X, Y[:, 1:]), r"^y .*width 5.* 4"),
-        (lambda A, B, X, Y: (A, B, np.where(np.eye(40, 7), 0.0, X) * 0.0, Y), r"^x .*row 0\b"),
+        (lambda A, B, X, Y: (A, B, np.where(np.eye(40, 7), 0.0, X) * 0.0, Y), r"^x .*rows 0\b"),
         (lambda A, B, X, Y: (A, B, X, np.where(Y > 1, np.nan, Y)), r"^y .*NaN"),
         (lambda A, B, X, Y: (A, np.tile(B[:1], (12, 1)), X, Y), r"^pairs_y\b"),
         (lambda A, B, X, Y: (A[:1], B[:1], X, Y), r"^pairs_x\b"),
