@@ -1,5 +1,6 @@
-"""Reports on runs: tables as text, Markdown, CSV and HTML, plots, and pages that compare runs."""
+"""Reports on runs: tables in several formats, plots, and pages that compare runs."""
 
+import contextlib
 import csv
 import dataclasses
 import html
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import tabulate
 
-from experiments import distributed, protocol, retrieved
+from experiments import distributed, protocol, retrieved, summary
 from experiments import run as run_lib
 from experiments import spec as spec_lib
 from experiments import workdir as workdir_lib
@@ -31,7 +32,7 @@ Seeds = Mapping[str, Sequence[run_lib.Results]]
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table that can be written as text, Markdown, CSV or HTML.
+    """A table that can be written as text, Markdown, CSV, LaTeX or HTML.
 
     Attributes:
         headers: Titles of the columns.
@@ -80,18 +81,38 @@ class Table:
         """Returns an HTML table with the best value of a column in bold."""
         # Control characters stand for the tags until the text has been escaped.
         cells = [[html.escape(text) for text in row] for row in self._cells("\0{}\1", "{}")]
-        body = self._tabulate("unsafehtml", cells).replace("\0", "<b>").replace("\1", "</b>")
-        return f"<div class='scroll'>{body}</div>"
+        numeric = [any(map(_is_number, values)) for values in zip(*self.rows, strict=True)]
+        titles, *rows = cells
+        heads = "".join(f"<th>{title}</th>" for title in titles)
+        # On a narrow screen every row becomes a block whose cells are named by `data-name`.
+        lines = [
+            "".join(
+                f"<td data-name='{title}'{'' if number else ' class=text'}>{text}</td>"
+                for title, number, text in zip(titles, numeric, row, strict=True)
+            )
+            for row in rows
+        ]
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        body = body.replace("\0", "<b>").replace("\1", "</b>")
+        table = f"<table class='stack'><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<div class='scroll'>{table}</div>"
+
+    def latex(self) -> str:
+        """Returns a LaTeX table for the package booktabs, with the best value of a column bold."""
+        # Control characters stand for the braces until the text has been escaped.
+        text = self._tabulate("latex_booktabs", self._cells("\0{}\1", "{}"))
+        return text.replace("±", r"$\pm$").replace("\0", r"\textbf{").replace("\1", "}")
 
     def save(self, stem: str | pathlib.Path, title: str = "") -> None:
-        """Writes the table as CSV and as Markdown.
+        """Writes the table as CSV, Markdown and LaTeX.
 
         Args:
-            stem: Path of both files without their suffix.
+            stem: Path of the files without their suffix.
             title: Title above the Markdown table.
         """
         write(pathlib.Path(f"{stem}.md"), f"{title}\n\n{self.markdown()}\n".lstrip())
         write(pathlib.Path(f"{stem}.csv"), self.csv())
+        write(pathlib.Path(f"{stem}.tex"), f"{self.latex()}\n")
 
     def _tabulate(self, style: str, cells: list[list[str]]) -> str:
         numeric = [any(map(_is_number, values)) for values in zip(*self.rows, strict=True)]
@@ -274,9 +295,9 @@ def _compare(
     labels = retrieved.labels_of(configs[best])
     compared = comparisons(spec_lib.by_label(configs, results), labels.nouns)
     notes = remarks(results, compared[-1][2])
-    notes += advice(results[best], folders[best], labels.nouns)
+    advised = advice(results[best], folders[best], labels.nouns)
     texts = [f"{title}\n\n{table}\n" for _, title, table in compared]
-    print("\n".join(["", *texts, "*: best of its column", *LEGEND, "", *notes]))
+    print("\n".join(["", *texts, "*: best of its column", *LEGEND, "", *notes, *advised]))
     shown = [f"<h3>{html.escape(title)}</h3>{table.html()}" for _, title, table in compared]
     shown.append(markup.small("; ".join(["Bold: best of its column", *LEGEND])))
     shown.append(markup.details(f"Settings of {best}", markup.pre(configs[best].to_json())))
@@ -286,8 +307,13 @@ def _compare(
     _, title, table = compared[0]  # the first table is the headline
     if plot := comparison_plot(table):
         write(workdir / "comparison.png", plot)
-        caption = f"{title}. Bars are means over seeds, lines are standard deviations."
-        parts.append(markup.section("Comparison", plots({caption: plot}, kind="wide")))
+        caption = f"{title}. Bars are means over seeds, lines standard deviations, dashes chance."
+        parts.append(markup.section("Comparison", plots(bar_plots(table)), markup.small(caption)))
+    if paired := paired_table(configs, results, configs[best].label):
+        paired.save(workdir / "differences", "Differences on the same seeds")
+        parts.append(markup.section("Differences on the same seeds", paired.html(), PAIRED))
+    if sweeps := sweep_plots(configs, results):
+        parts.append(markup.section("Over a setting", plots(sweeps)))
     seeds = spec_lib.by_label(configs, folders)
     if curves := curve_plots(seeds, CURVES):
         shown = [plots(curves)]
@@ -307,7 +333,10 @@ def _compare(
         parts.append(markup.section(f"Texts found by {best}", f"<p>{told}</p>", found_cards(found)))
     parts.append(markup.details("Environment", markup.pre(workdir_lib.kept_environment(workdir))))
     title = f"Results: {', '.join(row[0] for row in table.rows if row[0] != CHANCE)}"
-    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes) + markup.small(str(workdir))
+    below = summary.head(results[best], folders[best], labels.nouns)
+    # The head of the page says what `advised` says in the terminal.
+    below += "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    below += markup.small(" ".join([*advised, str(workdir)]))
     write(workdir / "report.html", markup.page(title, below, *parts))
     print(f"\nResults, models and report.html are in {workdir}")
 
@@ -438,6 +467,8 @@ def comparison_plot(compared: Table) -> bytes | None:
     rows = [row for row in compared.rows if row[0] != CHANCE]
     columns = dict(zip(compared.headers, zip(*rows, strict=True), strict=True))
     labels = columns.pop("method")
+    chance = [row for row in compared.rows if row[0] == CHANCE]
+    levels = dict(zip(compared.headers, chance[0], strict=True)) if chance else {}
     shown = [name for name in PLOTTED if name in columns] or list(columns)[:1]
     if not shown:
         return None
@@ -453,10 +484,106 @@ def comparison_plot(compared: Table) -> bytes | None:
         bars = axes.barh([labels[row] for row in order], lengths, 0.7, xerr=spreads, capsize=2)
         texts = ["failed" if mean is None else f"{float(mean):.1f}" for mean in means]
         axes.bar_label(bars, texts, fontsize=7, padding=3)
+        with contextlib.suppress(KeyError, ValueError):  # several galleries have several levels
+            axes.axvline(float(levels[name]), color="0.4", ls="--", lw=1)
         axes.set_title(f"{name} (%)", fontsize=10)
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     return png(figure)
+
+
+def bar_plots(compared: Table) -> dict[str, bytes]:
+    """Draws each column of `PLOTTED` as upright bars with a line at chance.
+
+    Args:
+        compared: Table of a comparison.
+
+    Returns:
+        PNG files by the title of the column.
+    """
+    rows = [row for row in compared.rows if row[0] != CHANCE]
+    columns = dict(zip(compared.headers, zip(*rows, strict=True), strict=True))
+    levels = {row[0]: dict(zip(compared.headers, row, strict=True)) for row in compared.rows}
+    labels = columns.pop("method")
+    drawn = {}
+    for name in [name for name in PLOTTED if name in columns] or list(columns)[:1]:
+        order = sorted(range(len(labels)), key=lambda row: -(columns[name][row] or 0.0))
+        shown = [columns[name][row] for row in order]
+        means = [mean or 0.0 for mean in shown]
+        spreads = [getattr(mean, "spread", None) or np.nan for mean in shown]
+        size = max(3.6, 1.2 + 0.45 * len(labels)), 3.4
+        figure, axes = pyplot().subplots(figsize=size, layout="constrained")
+        bars = axes.bar([labels[row] for row in order], means, 0.7, yerr=spreads, capsize=2)
+        texts = ["failed" if mean is None else f"{mean:.1f}" for mean in shown]
+        axes.bar_label(bars, texts, fontsize=8, padding=2)
+        with contextlib.suppress(KeyError, ValueError):  # several galleries have several levels
+            axes.axhline(float(levels[CHANCE][name]), color="0.4", ls="--", lw=1)
+        axes.tick_params(axis="x", rotation=90 if len(labels) > 5 else 0)
+        axes.margins(y=0.12)
+        axes.set_ylim(bottom=0.0)
+        axes.set_title(f"{name} (%)", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        drawn[f"{name} (%)"] = png(figure)
+    return drawn
+
+
+PAIRED = markup.small(
+    "Mean over the seeds that both methods have, in points, and its 95 % interval by Student's t. "
+    "An interval without zero is a difference beyond chance of the seeds."
+)
+"""Legend of `paired_table`."""
+
+
+def paired_table(configs: Configs, results: Results, best: str) -> Table | None:
+    """Returns differences between the best method and the others, or None without two seeds.
+
+    Args:
+        configs: Configs by run name.
+        results: Results by run name.
+        best: Label of the best method on validation.
+    """
+    seeds: dict[str, dict[int, run_lib.Results]] = {}
+    for name, one in results.items():
+        if "error" not in one:
+            seeds.setdefault(configs[name].label, {})[configs[name].seed] = one
+    known = [split for one in results.values() if (split := summary.split_of(one))]
+    if not known or best not in seeds:
+        return None
+    shared = set.intersection(*(set(one) for own in seeds.values() for one in own.values()))
+    keys = {title: f"{known[0]}/{key}" for title, key in COLUMNS.items()}
+    keys = {title: key for title, key in keys.items() if key in shared}
+    rows = summary.differences(seeds, best, keys)
+    return Table(["methods", "seeds", *keys], rows) if rows else None
+
+
+def sweep_plots(configs: Configs, results: Results) -> dict[str, bytes]:
+    """Draws R@10 over every numeric setting that differs between otherwise equal runs.
+
+    Args:
+        configs: Configs by run name.
+        results: Results by run name.
+
+    Returns:
+        PNG files by caption.
+    """
+    found = {name: summary.numbers(one) for name, one in results.items()}
+    scores = {name: values[10][0] for name, values in found.items() if 10 in values}
+    drawn = {}
+    for key, lines in summary.swept(configs, scores).items():
+        figure, axes = pyplot().subplots(figsize=(4.5, 3), layout="constrained")
+        for index, (label, points) in enumerate(lines.items()):
+            x, y = np.transpose(points)
+            places = np.unique(x)
+            means = [y[x == place].mean() for place in places]
+            axes.plot(places, means, color=f"C{index % 10}", label=label)
+            axes.plot(x, y, ".", color=f"C{index % 10}")
+        if min(places) > 0 and max(places) >= 10 * min(places):
+            axes.set_xscale("log")
+        axes.set_xlabel(key)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+        drawn[f"R@10 in percent over {key}. Lines are means, dots are seeds."] = png(figure)
+    return drawn
 
 
 def curve_plots(
@@ -516,6 +643,10 @@ def _log_scale(ax: Any) -> None:
 # --- retrieved texts -----------------------------------------------------------------------------
 
 
+NO_PICTURES = "The cards have no pictures, because only embeddings are stored here."
+LINKED = " The names below are links to them."
+
+
 def found_cards(found: Sequence[retrieved.Found], each: int = 8) -> str:
     """Returns cards of successful queries (own text among the first ten) and of other queries.
 
@@ -526,6 +657,9 @@ def found_cards(found: Sequence[retrieved.Found], each: int = 8) -> str:
     parts = [
         markup.small("Bold: the query's own text. Below it: the nearest texts with their scores.")
     ]
+    if not any(one.picture is not None and one.picture.exists() for one in found):
+        linked = any(one.link for one in found)
+        parts.append(markup.small(NO_PICTURES + (LINKED if linked else "")))
     for title, near in (("Own text among the first 10", True), ("Own text further down", False)):
         some = [one for one in found if (one.rank <= 10) == near]
         parts.append(f"<h3>{title}: {len(some)} of {len(found)}</h3>")

@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,6 +39,15 @@ KERNEL_TEACHERS = ("kernel_cca", "best_cca", "refined_cca")
 """Teachers that may be kernel maps, which heads cannot start at."""
 TEACHERS = (*training.TEACHERS, "refined_cca")
 """Names of all teachers. The last one also uses the unpaired rows."""
+WORK = {
+    "tuned_cca": "cross-validation of its ridges",
+    "kernel_cca": "cross-validation of its bandwidths",
+    "best_cca": "cross-validation of a linear and a kernel CCA",
+    "refined_cca": "cross-validation, then rounds of transport between the pools",
+    "contrastive": "training on the pairs",
+    "given": "nothing to do",
+}
+"""Work that fitting a teacher takes, for a line of progress."""
 TUNED_TEACHERS = ("tuned_cca", *KERNEL_TEACHERS)
 """Teachers whose options are chosen by cross-validation, which needs a seed."""
 # 0.75 was at least as good as the teacher on five data sets. 0.5 and 0.25 gain more where the
@@ -324,10 +334,14 @@ def prepare(
         training.check_pool(recipe.method, dataset)
     teacher, refined = None, None
     if recipe.uses_teacher:
-        observer.stage("fitting the teacher")
+        name = recipe.teacher if isinstance(recipe.teacher, str) else "given"
+        doing = WORK.get(name, "closed form")
+        observer.stage(f"fitting the teacher {name} on {len(dataset.pairs_x):,} pairs: {doing}")
+        start = time.perf_counter()
         fitted = broadcast(fit_teacher(recipe, dataset, mesh=mesh, report=observer.stage))
         refined = fitted if isinstance(fitted, Refined) else None
         teacher = fitted.teacher if isinstance(fitted, Refined) else fitted
+        observer.stage(f"fitted the teacher in {time.perf_counter() - start:.1f} s; preparing")
     return Prepared(dataset, _start(recipe, dataset, teacher), teacher, refined)
 
 

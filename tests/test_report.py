@@ -72,6 +72,14 @@ def test_table_save_writes_markdown_and_csv(tmp_path):
     assert (tmp_path / "deep" / "table1.csv").read_text() == _table().csv()
 
 
+def test_table_latex_escapes_text_and_marks_the_best():
+    rows = [["a & b", diagnostics.Mean([1.0, 3.0])], ["c", 1.0]]
+    text = report.Table(["m_1", "v"], rows, best=["v"]).latex()
+    assert text.startswith(r"\begin{tabular}{lr}") and text.endswith(r"\end{tabular}")
+    assert r"m\_1" in text and r"a \& b" in text
+    assert r"\textbf{2.0 $\pm$ 1.4}" in text and text.count("textbf") == 1
+
+
 def test_table_without_rows_has_a_header():
     assert str(report.Table(["a", "b"], [])).splitlines()[0].split() == ["a", "b"]
 
@@ -125,7 +133,10 @@ def test_conclude_falls_back_to_validation(tmp_path, capsys):
         assert "sail" in text and str(folder) in text
         written = {path.name for path in folder.iterdir()}
         plot = set() if name == "none" else {"comparison.png"}
-        assert written == {".lock", "comparison.md", "comparison.csv", "report.html"} | plot
+        assert (
+            written
+            == {".lock", "comparison.md", "comparison.csv", "comparison.tex", "report.html"} | plot
+        )
         assert ("val R@1" in text) == (name == "val")
 
 
@@ -255,7 +266,7 @@ def test_compare_folds_solver_diagnostics(tmp_path):
     page = (tmp_path / "report.html").read_text()
     folded = page.split("<summary>Solver diagnostics</summary>")[1].split("</details>")[0]
     assert report.SOLVER_HINT in folded and folded.count("<img alt='Marginal error") == 1
-    assert page.count("<img ") == page.count("<img alt='") == 3
+    assert page.count("<img ") == page.count("<img alt='") == 4
 
 
 def test_curve_plots_of_flat_errors_span_powers_of_ten(tmp_path, monkeypatch):
