@@ -7,10 +7,19 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.numerics
 def test_fuzz_finds_nothing_in_a_few_hundred_problems():
     """Uses problems of one shape, to limit compilation. The command covers all shapes."""
     problems = [i for i in range(1000) if fuzz.make(7, i).k.shape == fuzz.SHAPES[0]]
     assert len(problems) > 250
+    assert not any(report.found for report in fuzz.run(problems, 7).values())
+
+
+@pytest.mark.slow
+def test_fuzz_finds_nothing_in_problems_of_other_shapes():
+    problems = [i for i in range(40) if fuzz.make(7, i).k.shape != fuzz.SHAPES[0]]
+    shapes = {fuzz.make(7, i).k.shape for i in problems}
+    assert len(shapes) > 3
     assert not any(report.found for report in fuzz.run(problems, 7).values())
 
 
