@@ -44,7 +44,7 @@ def held_out(aligned: aligner.Aligner) -> list[str]:
 def build(
     searcher: model_lib.Model, images: pathlib.Path, captions: pathlib.Path | None, *, top: int
 ) -> pages.Site:
-    """Reads captions, names of training pictures, example queries and typical scores.
+    """Reads captions, names of training pictures and example queries.
 
     Args:
         searcher: Model with the pictures indexed.
@@ -64,15 +64,12 @@ def build(
             return str(said[name][0].load())
         return ""
 
-    side = searcher.searched.side
-    other = "y" if side == "x" else "x"
-    paired = searcher.aligner.rows.get(f"pairs_{side}")
+    side, rows = searcher.searched.side, searcher.aligner.rows
+    paired = rows.get(f"pairs_{side}")
+    tested = frozenset(rows.get(f"test_{side}", ()))
     captioned = None if paired is None else frozenset(paired)
-    typical = {mode: searcher.typical(other, calibrated=mode) for mode in (False, True)}
     searcher.search("a picture")  # compiles the programs, so that the first visitor need not wait
-    return pages.Site(
-        *(searcher, images, caption, captioned, typical, top), held_out(searcher.aligner)
-    )
+    return pages.Site(searcher, images, caption, captioned, top, held_out(searcher.aligner), tested)
 
 
 def main() -> None:

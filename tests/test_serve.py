@@ -21,7 +21,6 @@ import hostile_requests
 import numpy as np
 import PIL.Image
 import pytest
-import scipy.stats
 import toy_encoders
 
 from experiments import run as run_lib
@@ -147,26 +146,47 @@ def test_page_shows_results_captions_and_badges(folder, site, ask):
     captions = dict(csv.reader((folder / "captions.csv").read_text().splitlines()))
     trained = {row.tobytes() for row in np.load(folder / "files" / "x.npy")}
     rows = extraction.load(folder / "image").rows
-    for hit, card in zip(hits, page.split("<figure>")[1:], strict=True):
+    for hit, card in zip(hits, page.split("<figure ")[1:], strict=True):
         caption = captions.get(hit.id, "").replace("<", "&lt;").replace(">", "&gt;")
         assert (f"<q>{caption}</q>" in card) == bool(caption)
         assert f"alt='{caption or hit.id}'" in card
         assert ("class='badge'" in card) == (rows[hit.row].tobytes() in trained)
 
 
-def test_page_describes_scores_in_words(site):
-    wide = dataclasses.replace(site, typical={False: (0.0, 0.1), True: None})
-    query = wide.query({"q": "red", "calibrated": "off"})
-    chance = 0.1 * scipy.stats.norm.ppf(1 - 1 / (site.count + 1))
-    scores = [2.1 * chance, 1.9 * chance, 1.1 * chance, 0.9 * chance]
-    found = [match.words for match in wide._matches(query, scores)]
-    assert found == [pages.STRONG, pages.POSSIBLE, pages.POSSIBLE, pages.WEAK]
-    bars = [match.bar for match in wide._matches(query, scores)]
-    assert bars == sorted(bars, reverse=True)
-    weak = dataclasses.replace(site, typical={False: (2.0, 1.0), True: None})
-    assert (
-        b"No picture matches clearly" in weak.answer("GET", search("red", calibrated="off")).content
-    )
+def confident(site, slope, floor):
+    """Returns the site with a known confidence of plain scores."""
+    info = {**site.model.aligner.info, "confidence": {"y_to_x": {"plain": [slope, floor]}}}
+    aligned = dataclasses.replace(site.model.aligner, info=info)
+    return dataclasses.replace(site, model=dataclasses.replace(site.model, aligner=aligned))
+
+
+def test_page_describes_results_in_words(site):
+    sure = confident(site, 1000.0, -1000.0)
+    address = search("a <red> square 3", calibrated="off")
+    hits = sure.model.search("a <red> square 3", k=5, calibrated=False)
+    page = sure.answer("GET", address).content.decode()
+    assert hits[0].word != "weak" and pages.NOTHING not in page
+    assert re.findall("<figure class='(.*?)'>", page) == [hit.word for hit in hits]
+    assert re.findall(r"class='match'\s+title='.*?'>(\w+) match<", page) == [h.word for h in hits]
+    # With a slope of zero, all results are equally improbable.
+    page = confident(site, 0.0, 0.0).answer("GET", address).content.decode()
+    assert pages.NOTHING in page
+    assert re.findall("<figure class='(.*?)'>", page) == ["weak"] * 5
+
+
+def test_page_and_api_say_that_a_script_is_unknown(site, ask):
+    sure = confident(site, 1000.0, -1000.0)
+    page = sure.answer("GET", search("\u8eca", calibrated="off")).content.decode()
+    assert model_lib.UNKNOWN_SCRIPT in page and "match<" not in page
+    address = "/api/search?" + urllib.parse.urlencode({"q": "\u8eca"})
+    assert json.loads(ask(address)[1])["warning"] == model_lib.UNKNOWN_SCRIPT
+
+
+def test_page_marks_captions_that_were_held_out_for_testing(site):
+    tested = [hit.id for hit in site.model.search("a <red> square", k=5) if site.caption(hit.id)]
+    page = dataclasses.replace(site, tested=frozenset(tested[:1]))
+    content = page.answer("GET", search("a <red> square")).content
+    assert content.count(b"caption held out for testing") == 1
 
 
 def test_page_orders_by_calibrated_scores(site, ask):
@@ -213,6 +233,8 @@ def test_api_returns_the_results_as_json(site, ask):
     assert [result["name"] for result in answer["results"]] == [hit.id for hit in hits]
     for result, hit in zip(answer["results"], hits, strict=True):
         assert result["score"] == pytest.approx(hit.score, abs=1e-6)
+        assert result["confidence"] == pytest.approx(hit.confidence, abs=1e-4)
+        assert result["word"] == (hit.word or None)
         assert result["caption"] == site.caption(hit.id)
         assert isinstance(result["captioned_in_training"], bool)
         assert ask(result["picture"])[0] == 200

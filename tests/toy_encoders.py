@@ -27,6 +27,10 @@ class Toy:
         self.most_waiting = max(self.most_waiting, self.prepared - self.embedded)
         return content if self.modality == "text" else np.asarray(_small(content), float).ravel()
 
+    def unknown(self, text):
+        letters = [letter for letter in text if letter.isalpha()]
+        return sum(not letter.isascii() for letter in letters) / max(len(letters), 1)
+
     def split(self, contents):
         lengths = list(map(len, contents)) if self.modality == "text" else None
         return encoders.split(len(contents), lengths, self.batch_size, None)

