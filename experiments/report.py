@@ -83,12 +83,15 @@ class Table:
         cells = [[html.escape(text) for text in row] for row in self._cells("\0{}\1", "{}")]
         numeric = [any(map(_is_number, values)) for values in zip(*self.rows, strict=True)]
         titles, *rows = cells
-        heads = "".join(f"<th>{title}</th>" for title in titles)
+        aligned = ["" if number else " class='text'" for number in numeric]
+        heads = "".join(
+            f"<th{side}>{title}</th>" for side, title in zip(aligned, titles, strict=True)
+        )
         # On a narrow screen every row becomes a block whose cells are named by `data-name`.
         lines = [
             "".join(
-                f"<td data-name='{title}'{'' if number else ' class=text'}>{text}</td>"
-                for title, number, text in zip(titles, numeric, row, strict=True)
+                f"<td data-name='{title}'{side}>{text}</td>"
+                for title, side, text in zip(titles, aligned, row, strict=True)
             )
             for row in rows
         ]
@@ -529,7 +532,8 @@ def bar_plots(compared: Table) -> dict[str, bytes]:
 
 PAIRED = markup.small(
     "Mean over the seeds that both methods have, in points, and its 95 % interval by Student's t. "
-    "An interval without zero is a difference beyond chance of the seeds."
+    "An interval without zero is a difference beyond the chance of the seeds. With fewer than five "
+    "seeds it is rough."
 )
 """Legend of `paired_table`."""
 

@@ -316,6 +316,14 @@ def _load_csv(file: pathlib.Path, key: str | None) -> np.ndarray:
     arrow_csv = checks.require("pyarrow.csv", extra="files")
     with file.open(newline="", encoding="utf-8-sig") as stream:
         first = next(csv.reader(stream), [])
+    line = ",".join(first)
+    parts = line.split(";")
+    numbers = all(_is_number(part.replace(",", ".")) for part in parts)
+    if len(parts) > 1 and (len(first) == 1 or numbers):
+        raise checks.InputError(
+            f"{file} separates its columns with semicolons, got {line[:40]!r}; separate them with "
+            "commas, and write decimals with points"
+        )
     # A first line of numbers is data, not column names.
     bare = bool(first) and all(_is_number(cell) for cell in first)
     # A table without column names is one matrix, even if some of its columns hold integers.

@@ -446,3 +446,10 @@ def test_take_of_large_mapped_files_is_lazy(tmp_path, monkeypatch, rng):
     np.testing.assert_array_equal(taken, table[rows])
     np.testing.assert_array_equal(taken[np.array([2, 0])], table[rows[[2, 0]]])
     np.testing.assert_array_equal(np.concatenate([taken, table]), [*table[rows], *table])
+
+
+@pytest.mark.parametrize("first", ["a;b", "0,5;1,5"])
+def test_load_array_names_semicolons_in_a_csv_file(tmp_path, first):
+    (tmp_path / "x.csv").write_text(f"{first}\n1.5;2.5\n")
+    with pytest.raises(checks.InputError, match=r"x\.csv .*semicolon"):
+        files.load_array(tmp_path / "x.csv")
