@@ -497,7 +497,18 @@ def embedded(
 ) -> extraction.Embeddings:
     """Returns the embeddings of a source, from the extraction at `place` or newly computed.
 
-    Without a source, the items of the extraction are not compared with files.
+    Args:
+        source: The items. None does not compare those of the extraction with files.
+        encoder: Their encoder.
+        of: Path of the items, which names their folder in `place`.
+        place: Extraction of the items, or folder to store embeddings in.
+
+    Returns:
+        The embeddings.
+
+    Raises:
+        InputError: There is nothing to embed, or the extraction is of other items or of another
+            encoder.
     """
     listed = source.items[encoder.modality] if source else None
     if (place / shards.INPUTS).exists():
