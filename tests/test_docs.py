@@ -74,7 +74,7 @@ def _elsewhere(tmp_path, monkeypatch):
 # --- Python ---------------------------------------------------------------------------------------
 
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
-PACKAGES = {"deploy": ("faiss", "onnx", "onnxruntime", "qdrant_client")}
+PACKAGES = {"arrays": ("pandas",), "deploy": ("faiss", "onnx", "onnxruntime", "qdrant_client")}
 """Packages of the extra `[test]` that a page needs."""
 
 
