@@ -530,7 +530,7 @@ def test_save_writes_markdown_and_csv_of_tables(made):
     assert "teacher_options.ridge 0.1; sotalign.alpha 0.0001; sotalign.divergence klot; " in text
     with kept.path.with_name("F5.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["panel"] for row in rows] == ["pairs"] * 6 + ["unpaired"] * 4
+    assert [row["panel"] for row in rows] == ["pairs"] * 12 + ["unpaired"] * 4
     assert {row["seeds"] for row in rows} == {"2"}
     text = documents.markdown(sky, setup)
     assert "**Verdict: needs files.** Its data are not here." in text
