@@ -18,7 +18,7 @@ from experiments import distributed, protocol, retrieved, summary
 from experiments import run as run_lib
 from experiments import spec as spec_lib
 from experiments import workdir as workdir_lib
-from sotalign_jax import aligner, persistence, storage
+from sotalign_jax import aligner, confidence, persistence, storage
 from sotalign_jax.diagnostics import Mean
 from sotalign_jax.search import items, markup
 
@@ -329,7 +329,11 @@ def _compare(
     if labels.y and (folders[best] / persistence.FOLDER).exists():
         gallery = load(configs[best]).test
         assert gallery is not None
-        found = retrieved.find(aligner.Aligner.load(folders[best]), gallery, labels)
+        model = aligner.Aligner.load(folders[best])
+        if bins := retrieved.reliability(model, gallery):
+            told = f"Confidence of {best}"
+            parts.append(markup.section(told, plots({RELIABILITY: reliability_plot(bins)})))
+        found = retrieved.find(model, gallery, labels)
         told = retrieved.summary(found, labels)
         print(f"\nTexts found by {best}\n\n{told}")
         print(*(f"\n{one.text(labels.given)}" for one in found[:5]), sep="\n")
@@ -649,6 +653,24 @@ def _log_scale(ax: Any) -> None:
 
 NO_PICTURES = "The cards have no pictures, because only embeddings are stored here."
 LINKED = " The names below are links to them."
+
+
+RELIABILITY = (
+    "Share of right results among the first ten, by their probability. Numbers count results. "
+    "Points above the line are more often right than the model says."
+)
+
+
+def reliability_plot(bins: Sequence[confidence.Bin]) -> bytes:
+    """Draws a reliability curve, see `retrieved.reliability`."""
+    figure, ax = pyplot().subplots(figsize=(4.5, 3.6), layout="constrained")
+    ax.plot([0, 1], [0, 1], color="0.7", linestyle="--")
+    ax.plot([one.claimed for one in bins], [one.right for one in bins], marker="o")
+    for one in bins:
+        place = (one.claimed, one.right)
+        ax.annotate(f"{one.size:,}", place, (0, 7), textcoords="offset points", ha="center")
+    ax.set(xlabel="probability", ylabel="share right", xlim=(-0.03, 1.03), ylim=(-0.03, 1.1))
+    return png(figure)
 
 
 def found_cards(found: Sequence[retrieved.Found], each: int = 8) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments import photos
 from experiments import spec as spec_lib
-from sotalign_jax import aligner, data, neighbours
+from sotalign_jax import aligner, confidence, data, neighbours
 from sotalign_jax.search import extraction, items
 
 COCO = "http://images.cocodataset.org/train2017/{:012d}.jpg"
@@ -151,3 +151,23 @@ def summary(found: Sequence[Found], labels: Labels) -> str:
         f"For {near} of {len(found)} test {x} one of their own {y} is among the first 10 of "
         f"{len(labels.y):,}, by chance for {chance:.2g}. The median rank is {np.median(ranks):.0f}."
     )
+
+
+def reliability(model: aligner.Aligner, gallery: data.Gallery) -> list[confidence.Bin]:
+    """Compares the probabilities of results with the share that is right, on test rows.
+
+    Args:
+        model: The model to query.
+        gallery: Test rows. At most 500 rows of y are queries for rows of x.
+
+    Returns:
+        The bins of the first ten results, or none if the model has no confidence.
+    """
+    if model.fitted_confidence("y_to_x") is None:
+        return []
+    asked = np.arange(len(gallery.y))[:: -(-len(gallery.y) // 500)]
+    queries = gallery.y[asked]
+    found = model.search(queries, gallery.x, k=confidence.FIRST, direction="y_to_x").indices
+    claimed = model.confidence(queries, gallery.x, found, direction="y_to_x")
+    right = found == np.asarray(gallery.x_of_y)[asked, None]
+    return confidence.reliability(claimed, right)

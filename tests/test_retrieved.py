@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
@@ -101,3 +102,19 @@ def test_labels_of_sounds_have_no_pictures(tmp_path):
         (tmp_path / f"test_{side}.ids.json").write_text(noted)
     found = retrieved.labels_of(run)
     assert found.pictures == () and found.links == ["file:///sounds/a.wav"]
+
+
+def test_reliability_counts_the_first_ten_results_of_test_rows():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(60, 4)).astype(np.float32)
+    gallery = data.gallery(rows, rows + 0.3 * rng.normal(size=rows.shape).astype(np.float32))
+    same_map = heads.AffineMap(jnp.eye(4), jnp.zeros(4))
+    teacher = heads.Teacher(same_map, same_map, jnp.ones(4))
+    same = heads.build_heads(4, 4, 4, teacher=teacher)
+    assert retrieved.reliability(aligner.Aligner(same, {}), gallery) == []
+    model = aligner.Aligner(same, {"confidence": {"y_to_x": {"plain": [10.0, 0.0]}}})
+    bins = retrieved.reliability(model, gallery)
+    assert sum(one.size for one in bins) == 10 * len(gallery.y)
+    hits = sum(one.right * one.size for one in bins)
+    ranks = model.search(gallery.y, gallery.x, k=10, direction="y_to_x").indices
+    assert hits == pytest.approx((ranks == np.arange(60)[:, None]).sum())
