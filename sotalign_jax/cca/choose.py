@@ -264,12 +264,19 @@ class Problem(NamedTuple):
     def scores(
         self, ridges: tuple[float, float], powers: Sequence[float]
     ) -> Float[np.ndarray, "p m"]:
-        """Fits a CCA and returns the reciprocal ranks of the held-out pairs, a row per power."""
+        """Fits a CCA and scores it on the held-out pairs.
+
+        Args:
+            ridges: Ridges of both modalities.
+            powers: Powers of rho, which share one decomposition.
+
+        Returns:
+            The reciprocal ranks of the held-out pairs, one row per power.
+        """
         root_x = canonical.diagonal_root(self.x, ridges[0])
         root_y = canonical.diagonal_root(self.y, ridges[1])
         left, rho, right = canonical.leading(root_x[:, None] * self.xy * root_y, DIRECTIONS)
         f, g = (self.held_x * root_x) @ left, (self.held_y * root_y) @ right
-        # All powers share one decomposition.
         weights = [rho**power for power in powers]
         return np.stack([reciprocal_ranks(f * weight, g * weight) for weight in weights])
 

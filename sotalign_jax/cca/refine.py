@@ -71,7 +71,15 @@ class Step(NamedTuple):
     factor: float
 
     def share(self, count: int, rows: int) -> float:
-        """Returns the weight of `count` pairs beside a plan between batches of `rows` rows."""
+        """Computes the weight of the pairs beside a plan.
+
+        Args:
+            count: Number of pairs.
+            rows: Rows of the smaller batch that the plan couples.
+
+        Returns:
+            The weight, between 0 and 1.
+        """
         worth = self.worth * rows / (HALF_WORTH_ROWS + rows)
         return count / (count + worth)
 
