@@ -370,7 +370,7 @@ STARTED_BY = {
     "tests.fuzz_files": "test_fuzz.py::test_search_exits_with_one_on_findings",
     "tests.fuzz": "test_fuzz.py::test_fuzz_is_deterministic_and_exits_with_one_on_findings",
     "benchmarks.compile": "test_model.py::test_main_compiles_for_absent_devices",
-    "benchmarks.index": "test_faiss_index.py::test_benchmark_finds_more_neighbours_in_more_clusters",
+    "benchmarks.index": "test_faiss_index.py::test_more_clusters_find_more_neighbours",
     "benchmarks.model": "test_model.py::test_main_writes_every_table",
 }
 """Maps the beginning of a command to the test that starts it. The first match counts."""

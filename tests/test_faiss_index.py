@@ -112,7 +112,7 @@ def test_add_refuses_an_id_of_the_index(aligner):
         index.add(rows(2, 1, D_Y), [2])
 
 
-def test_benchmark_finds_more_neighbours_in_more_clusters(tmp_path):
+def test_more_clusters_find_more_neighbours(tmp_path):
     benchmark.main(["--quick", "--out", str(tmp_path)])
     with (tmp_path / "index.csv").open() as file:
         found = [float(row["found"]) for row in csv.DictReader(file)]
