@@ -254,7 +254,7 @@ def test_search_does_not_trust_results_of_an_unknown_script(confident, images, t
     pictures = model_lib.Model(confident, toys(), tmp_path).index(images)
     assert pictures.warning("a red car") == pictures.warning(images / NAMES[0]) == ""
     assert pictures.warning("\u8eca") == model_lib.UNKNOWN_SCRIPT
-    assert {hit.confidence for hit in pictures.search("\u8eca")} == {None}
+    assert {(hit.confidence, hit.word) for hit in pictures.search("\u8eca")} == {(None, "weak")}
 
 
 def test_read_texts_drops_duplicates_and_names_missing_file(tmp_path):

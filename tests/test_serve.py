@@ -178,6 +178,7 @@ def test_page_and_api_say_that_a_script_is_unknown(site, ask):
     sure = confident(site, 1000.0, -1000.0)
     page = sure.answer("GET", search("\u8eca", calibrated="off")).content.decode()
     assert model_lib.UNKNOWN_SCRIPT in page and "match<" not in page
+    assert page.count("a guess") == page.count("<figure class='weak'>") == 5
     address = "/api/search?" + urllib.parse.urlencode({"q": "\u8eca"})
     assert json.loads(ask(address)[1])["warning"] == model_lib.UNKNOWN_SCRIPT
 

@@ -47,7 +47,8 @@ class Hit(NamedTuple):
         confidence: Probability that the result is right, see `sotalign_jax.confidence`. None if
             the query has the modality of the index, if the encoder cannot read it, or if the model
             has no confidence.
-        word: "strong", "plausible" or "weak". Empty if there is no confidence.
+        word: "strong", "plausible" or "weak". All results of a text that the encoder cannot read
+            are weak. Otherwise empty if there is no confidence.
     """
 
     id: str
@@ -282,8 +283,10 @@ class Model:
         side = self.side_of(query)
         feature = self._features(side, [query])[0]
         scores = self._scores(side, feature[None], calibrated)[0]
+        if self.warning(query):
+            return [hit._replace(word="weak") for hit in self._best(scores, k)]
         probabilities = None
-        if side != self.searched.side and not self.warning(query):
+        if side != self.searched.side:
             direction = "x_to_y" if side == "x" else "y_to_x"
             uses = self.uses_calibration(side, calibrated)
             fitted = self.aligner.fitted_confidence(direction, calibrated=uses)

@@ -358,6 +358,8 @@ class Site:
 def _match(hit: model_lib.Hit, query: Query) -> str:
     """Returns the HTML of a bar and words for the quality of a result."""
     told, filled = f"cosine {hit.score:.2f}", hit.score
+    if hit.confidence is None and hit.word:
+        return "<span class='match'>a guess</span>"
     if hit.confidence is not None:
         told, filled = f"{hit.word} match", hit.confidence
     elif not isinstance(query.content, str):
