@@ -29,7 +29,9 @@ from sotalign_jax.calibration import Calibration
 
 STRONG = 0.8
 """A result is strong from this probability on."""
-TOGETHER, FIRST = 0.5, 10
+# Of 802 clip-art pictures, the first ten reach 0.36 for "a dog" and 0.41 for "a bird", and at most
+# 0.22 for texts in languages that the encoder cannot read.
+TOGETHER, FIRST = 1 / 3, 10
 """Results are plausible if at most `FIRST` of them together have the probability `TOGETHER`."""
 WORDS = ("weak", "plausible", "strong")
 """Words for results, from the least to the most probable."""

@@ -140,8 +140,8 @@ def test_of_gallery_keeps_the_answers_of_a_large_gallery():
 
 def test_words_of_plausible_sets_have_at_most_ten_results():
     assert confidence.words([]) == []
-    assert confidence.words([0.06] * 9) == ["plausible"] * 9
-    assert confidence.words([0.04] * 20) == ["weak"] * 20
+    assert confidence.words([0.04] * 9) == ["plausible"] * 9
+    assert confidence.words([0.03] * 20) == ["weak"] * 20
     assert confidence.words([0.8, 0.1]) == ["strong", "weak"]
 
 
