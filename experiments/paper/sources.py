@@ -113,7 +113,7 @@ KNOWN: Mapping[str, tuple[Sequence[str], str]] = {
     "CC12M": (_PAIRED, "pairs"),
     "COCO": (_PAIRED, "pairs"),
     "WikiText103": (("y",), "unpaired texts"),
-    "IMAGE+TEXT": (_SPLIT, "the rows of main by other encoders"),
+    "IMAGE+TEXT": ((*_SPLIT, *_CLASSES), "the rows of main and ImageNet by other encoders"),
     "COCO100": (_PAIRED, "one caption an image, in file order"),
     "F30k500": (_PAIRED, "likewise, of Flickr30k"),
     "Polyvore500": (_PAIRED, "likewise, the first 20,000 items of Polyvore"),
