@@ -145,7 +145,7 @@ def run(
     data or the settings cannot be used, the claim is withdrawn and the folder stays usable.
 
     Args:
-        config: Run of the run.
+        config: The run.
         folder: Run folder.
         load: Reader of the data. The default is a new one.
         inner: True if the progress bar is shown below that of `run_all`.
@@ -250,7 +250,7 @@ def resolve(config: Run, dataset: data.Dataset) -> tuple[recipe.Recipe, data.Dat
     held out for one.
 
     Args:
-        config: Run of the run.
+        config: The run.
         dataset: Data of the run.
 
     Returns:
@@ -328,7 +328,7 @@ def load_dataset(config: Run, *, observer: progress.Observer | None = None) -> d
     """Reads and splits the data of a run.
 
     Args:
-        config: Run of the run.
+        config: The run.
         observer: Its `stage` is called for every file that is read.
 
     Returns:

@@ -459,7 +459,10 @@ def parse(name: str, text: str) -> Any:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         if kind in (dict, tuple):
             value = ast.literal_eval(text)
-            value = kind(value) if isinstance(value, tuple | list | dict) else (value,)
+            if kind is dict and not isinstance(value, dict):
+                raise TypeError
+            if kind is tuple:
+                value = tuple(value) if isinstance(value, tuple | list) else (value,)
         else:
             value = kind(text)
     except (KeyError, SyntaxError, TypeError, ValueError) as error:

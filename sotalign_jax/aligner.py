@@ -256,7 +256,8 @@ class Aligner:
             The probabilities, shape [n, k].
 
         Raises:
-            InputError: No confidence is known, because too few pairs were held out.
+            InputError: No confidence is known, because too few pairs were held out, or `indices`
+                are not rows of the gallery.
 
         Example:
             >>> from sotalign_jax.heads import build_heads
@@ -271,15 +272,18 @@ class Aligner:
         correction = self._correction(calibrated)
         fitted = self.fitted_confidence(direction, calibrated=calibrated)
         if fitted is None:
+            kind = "plain" if correction is None else "calibrated"
             raise checks.InputError(
-                "confidence is unknown for this aligner, whose held-out pairs are too few; train "
-                "it with more pairs, or pass val"
+                f"confidence of {kind} scores is unknown for this aligner, because too few pairs "
+                "were held out or because its calibration was replaced; train it with more pairs, "
+                "or pass val"
             )
         forward = direction == "x_to_y"
         sides = self.heads.x, self.heads.y
         own, other = sides if forward else sides[::-1]
-        f, g = self._embed("queries", own, queries), self._embed("gallery", other, gallery)
-        chosen = np.asarray(indices)
+        f = self._embed("queries", own, queries)
+        g = self._embed("gallery", other, gallery, min_rows=1)
+        chosen = _checked_indices(indices, len(f), len(g))
         bias_f, bias_g = np.zeros(len(f)), np.zeros(len(g))
         if correction is not None:
             bias_f = correction.x(f) if forward else correction.y(f)
@@ -503,6 +507,18 @@ class Aligner:
         """
         correction = self._correction(calibrated)
         return export.index(self.heads, gallery, correction, direction=direction)
+
+
+def _checked_indices(indices: ArrayLike, queries: int, rows: int) -> np.ndarray:
+    """Returns row numbers of shape [queries, k]. Raises InputError if they are others."""
+    chosen = np.asarray(indices)
+    whole = chosen.dtype.kind in "iu" and chosen.ndim == 2 and len(chosen) == queries
+    if not whole or (chosen.size and not 0 <= chosen.min() <= chosen.max() < rows):
+        raise checks.InputError(
+            f"indices must be rows of the gallery, 0..{rows - 1}, of shape [{queries}, k], got "
+            f"{chosen.dtype} of shape {chosen.shape}; pass those of search"
+        )
+    return chosen
 
 
 def describe_unpaired(gain: Mapping[str, Any]) -> str:

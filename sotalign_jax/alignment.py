@@ -99,6 +99,12 @@ def align(
     by_ids = tables.is_table(pairs)
     given, dropped = (_by_ids if by_ids else _by_rows)(pairs, x, y, nan)
     if val is not None and not isinstance(val, data.Gallery):
+        if not isinstance(val, tuple | list) or len(val) != 2:
+            found = f"{len(val)} parts" if isinstance(val, tuple | list) else type(val).__name__
+            raise checks.InputError(
+                f"val must be (V_x, V_y), got {found}; pass data.gallery(V_x, V_y, x_of_y) if row "
+                "i does not match row i"
+            )
         val_x, val_y = _paired("val", val, nan, dropped)
         val = data.gallery(val_x, val_y)
     dataset = data.dataset(given.pairs, x=given.x, y=given.y, val=val)

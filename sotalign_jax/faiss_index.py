@@ -83,9 +83,12 @@ class FaissIndex:
             k, the last ids are -1.
 
         Raises:
-            InputError: The queries have another width, or k or probed is not positive.
+            InputError: The queries have another width, k or probed is not positive, or the index
+                has no rows.
         """
         checks.whole(1, k=k, probed=probed)
+        if not len(self):
+            raise checks.InputError("index must have at least 1 row to search, got 0; add rows")
         if self.kind == "ivf":
             self.faiss.nprobe = probed
         vectors = self._embedder().queries(queries)

@@ -5,7 +5,8 @@ is not merely 0, 1, 2, and so on. All other columns are features: numbers, or ve
 length. None of the packages is imported, because their objects are recognised by their methods.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +44,8 @@ def read(name: str, x: Any) -> Table:
         The table.
 
     Raises:
-        InputError: A column does not hold numbers, or vectors of one length.
+        InputError: A column does not hold numbers, or vectors of one length, or the columns have
+            different numbers of rows.
 
     Example:
         >>> table = read("x", {"id": ["a", "b"], "f": [0.5, 1.0], "g": [[1, 2], [3, 4]]})
@@ -58,9 +60,16 @@ def read(name: str, x: Any) -> Table:
     ids = columns.pop(ID) if ID in columns else _index(x)
     if ids is not None:
         ids = np.asarray(ids)
+        if ids.ndim != 1:
+            raise checks.InputError(f"{name}[{ID!r}] must hold one id per row, got {ids.shape}")
     parts = [_block(f"{name}[{key!r}]", column) for key, column in columns.items()]
     if not parts:
         raise checks.InputError(f"{name} must have a column of features, got none")
+    lengths = {key: len(part) for key, part in zip(columns, parts, strict=True)}
+    if ids is not None:
+        lengths[ID] = len(ids)
+    if len(set(lengths.values())) > 1:
+        raise _uneven(name, lengths)
     # One dtype for all columns. A column of booleans beside floats becomes floats as well.
     kind = np.result_type(*(checks.native_dtype(part.dtype) for part in parts))
     rows = np.concatenate([part.astype(kind) for part in parts], axis=1)
@@ -108,7 +117,8 @@ def matches(pairs: Any, x: Table, y: Table) -> tuple[np.ndarray, np.ndarray, np.
         or NaN. The row numbers of such a pair are 0.
 
     Raises:
-        InputError: `pairs` has another number of columns, an id is unknown or occurs twice.
+        InputError: `pairs` has another number of columns, or its columns have different numbers of
+            rows, or an id is unknown or occurs twice.
 
     Example:
         >>> x, y = Table(np.eye(2), np.array(["a", "b"])), Table(np.eye(3))
@@ -126,6 +136,9 @@ def matches(pairs: Any, x: Table, y: Table) -> tuple[np.ndarray, np.ndarray, np.
         there = np.array([not _missing(one) for one in given], bool)
         numbers.append(_numbers(f"pairs[{key!r}]", given, there, side, table))
         known.append(there)
+    lengths = {key: len(there) for key, there in zip(columns, known, strict=True)}
+    if len(known[0]) != len(known[1]):
+        raise _uneven("pairs", lengths)
     return numbers[0], numbers[1], known[0] & known[1]
 
 
@@ -204,6 +217,8 @@ def _index(x: Any) -> np.ndarray | None:
 def _block(name: str, column: Any) -> np.ndarray:
     """Converts a column to a matrix of numbers. Missing numbers become NaN."""
     made = _array(name, column)
+    if made.ndim == 0:
+        raise checks.InputError(f"{name} must hold one value per row, got {column!r}")
     if made.dtype == object:
         vectors = [one for one in made if np.ndim(one) == 1]
         if vectors:
@@ -221,7 +236,7 @@ def _block(name: str, column: Any) -> np.ndarray:
             f"{name} must hold numbers or vectors, got dtype {made.dtype}; drop the column, or "
             f"call it {ID!r} if it holds ids"
         )
-    return made.reshape(len(made), -1)
+    return made.reshape(len(made), math.prod(made.shape[1:]))
 
 
 def _array(name: str, column: Any) -> np.ndarray:
@@ -240,12 +255,18 @@ def _stacked(name: str, column: np.ndarray, width: int) -> np.ndarray:
     """Stacks a column of vectors. A missing vector becomes a row of NaN."""
     missing = np.full(width, np.nan, np.float32)
     vectors = [missing if _missing(one) else np.asarray(one) for one in column]
-    lengths = {len(one) for one in vectors}
-    if len(lengths) > 1:
+    shapes = {one.shape for one in vectors}
+    if len(shapes) > 1:
         raise checks.InputError(
-            f"{name} must hold vectors of one length, got lengths {sorted(lengths)}"
+            f"{name} must hold vectors of one length, got shapes {sorted(shapes)}"
         )
     return np.stack(vectors)
+
+
+def _uneven(name: str, lengths: Mapping[str, int]) -> checks.InputError:
+    """Returns the error for columns of different lengths."""
+    found = ", ".join(f"{length} in {key!r}" for key, length in lengths.items())
+    return checks.InputError(f"{name} must have columns of equal length, got rows {found}")
 
 
 def _missing(value: Any) -> bool:
@@ -259,6 +280,8 @@ def _numbers(
     name: str, given: np.ndarray, there: np.ndarray, side: str, table: Table
 ) -> np.ndarray:
     """Returns the row numbers of ids. Raises InputError if an id is unknown or occurs twice."""
+    if given.ndim != 1 or not all(isinstance(one, Hashable) for one in given):
+        raise checks.InputError(f"{name} must hold one id per row, got lists; pass a flat column")
     ids = range(len(table.rows)) if table.ids is None else table.ids.tolist()
     row_of = {one: number for number, one in enumerate(ids)}
     if len(row_of) < len(ids):

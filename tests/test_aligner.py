@@ -335,6 +335,13 @@ def test_align_selects_on_the_given_validation_set(given, table):
     assert quick(given["pairs"], val=captions).info["data"]["val_y"] == [100, D_Y]
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_align_refuses_a_validation_set_of_other_parts(given, table, parts):
+    val = (table[0][:20], table[1][:20], np.arange(20))[:parts]
+    with pytest.raises(checks.InputError, match=r"^val"):
+        quick(given["pairs"], val=val)
+
+
 def test_align_holds_out_a_tenth_of_many_pairs(table):
     aligner = quick((table[0][:200], table[1][:200]))
     assert aligner.info["data"]["pairs_x"] == [180, D_X]

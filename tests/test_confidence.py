@@ -207,6 +207,15 @@ def test_aligner_confidence_is_stored(aligned, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "indices", [np.zeros((5, 1)), np.zeros(5, int), np.full((5, 1), -1), np.full((5, 1), 10_000)]
+)
+def test_aligner_confidence_refuses_other_indices(aligned, indices):
+    made, x, y = aligned
+    with pytest.raises(checks.InputError, match=r"^indices"):
+        made.confidence(x[:5], y, indices)
+
+
 def test_aligner_without_confidence_says_so(aligned):
     made, x, y = aligned
     info = {key: value for key, value in made.info.items() if key != "confidence"}

@@ -62,6 +62,13 @@ def test_new_rows_get_the_ids_after_the_largest(aligner):
     assert sorted(index.ids()) == [1, 2, 4, 9, 10, 11]
 
 
+def test_search_of_an_empty_index_says_so(aligner):
+    index = faiss_index.build(aligner, rows(1, 2, D_Y))
+    assert index.remove([0, 1]) == 2
+    with pytest.raises(checks.InputError, match=r"^index"):
+        index.search(rows(0, 1, D_X))
+
+
 def test_index_on_disk_is_read_only(aligner, tmp_path):
     path = tmp_path / "gallery.faiss"
     faiss_index.build(aligner, rows(1, 200, D_Y), kind="ivf", clusters=2).save(path)

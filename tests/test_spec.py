@@ -88,6 +88,12 @@ def test_every_setting_can_be_read_and_set_by_its_name():
             assert kind in (bool, dict) or spec.parse(name, str(value)) == value
 
 
+@pytest.mark.parametrize("name", ["runs", "data", "sail"])
+def test_parse_refuses_a_number_for_a_section(name):
+    with pytest.raises(checks.InputError, match=f"--config.{name}"):
+        spec.parse(name, "5")
+
+
 def test_documented_table_is_the_one_of_the_docstrings():
     assert spec.table() in (small_runs.ROOT / "docs" / "settings.md").read_text()
     leaves = [name for name in spec.names() if not dataclasses.is_dataclass(spec.Spec().of(name))]

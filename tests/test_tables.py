@@ -96,11 +96,20 @@ def test_a_counting_index_is_no_id():
         ({"id": IDS, "e": [[1.0], [2.0, 3.0], [4.0]]}, "e"),
         ({"id": IDS}, "must have a column"),
         ({"when": np.array(["2026-01-01"] * 3, "M8[D]")}, "when"),
+        ({"e": 0.5}, "e"),
+        ({"e": np.array([np.ones(2), 3.0], object)}, "e"),
+        ({"e": [1.0, 2.0], "f": [1.0, 2.0, 3.0]}, "rows 2 in 'e', 3 in 'f'"),
+        ({"id": IDS, "e": [1.0, 2.0]}, "rows 2 in 'e', 3 in 'id'"),
+        ({"id": IDS[:, None], "e": [1.0, 2.0, 3.0]}, "id"),
     ],
 )
 def test_read_rejects_columns_that_are_no_features(given, name):
     with pytest.raises(checks.InputError, match=rf"^x.*{name}"):
         tables.read("x", given)
+
+
+def test_read_of_a_table_without_rows_keeps_its_width():
+    assert tables.read("x", pd.DataFrame(FEATURES[:0])).rows.shape == (0, 2)
 
 
 def test_rows_names_bad_rows_and_columns():
@@ -191,6 +200,8 @@ def test_align_drops_rows_of_plain_pairs_on_both_sides(views):
     [
         ({"pairs": pd.DataFrame({"a": ["a1", "nobody"], "b": ["b1", "b2"]})}, r"pairs.*'nobody'"),
         ({"pairs": pd.DataFrame({"a": ["a1"]})}, "^pairs"),
+        ({"pairs": {"a": ["a1", "a2"], "b": ["b1"]}}, "^pairs"),
+        ({"pairs": {"a": [["a1"], ["a2"]], "b": ["b1", "b2"]}}, r"^pairs\['a'\]"),
         ({"pairs": pd.DataFrame({"a": ["a1", None], "b": ["b1", "b2"]})}, r"^pairs .*row 1\b"),
         ({"x": None}, "^x and y"),
         ({"nan": "ignore"}, "^nan"),

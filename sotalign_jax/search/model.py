@@ -1,10 +1,12 @@
 """Trained models with their encoders, which accept raw pictures, texts and sounds.
 
-import sotalign_jax as sota
+`Model.load` loads an aligner and the encoders that it was trained with:
 
-pictures = sota.Model.load("runs/pictures/run/align-seed0").index("PICTURES")
-for hit in pictures.search("a bird", k=10):
-print(hit.score, hit.id)
+    import sotalign_jax as sota
+
+    pictures = sota.Model.load("runs/pictures/run/align-seed0").index("PICTURES")
+    for hit in pictures.search("a bird", k=10):
+        print(hit.score, hit.id)
 """
 
 import dataclasses
