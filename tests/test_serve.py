@@ -153,6 +153,19 @@ def test_page_shows_results_captions_and_badges(folder, site, ask):
         assert ("class='badge'" in card) == (rows[hit.row].tobytes() in trained)
 
 
+def test_only_the_searching_thread_uses_the_tokenizer(site):
+    """Tokenizers of transformers raise "Already borrowed" if two threads use them at once."""
+    seen = []
+    text = toy_encoders.Toy("text")
+    text.unknown = lambda _: float(seen.append(threading.get_ident()) or 0.0)
+    model = dataclasses.replace(site.model, encoders={**site.model.encoders, "y": text})
+    watched = dataclasses.replace(site, model=model)
+    for address in (search("red"), "/api/search?q=red"):
+        assert watched.answer("GET", address).status == 200
+    assert len(seen) >= 2
+    assert set(seen) == {site.searcher.submit(threading.get_ident).result()}
+
+
 def confident(site, slope, floor):
     """Returns the site with a known confidence of plain scores."""
     info = {**site.model.aligner.info, "confidence": {"y_to_x": {"plain": [slope, floor]}}}

@@ -201,6 +201,11 @@ class Site:
         search = functools.partial(self.model.search, calibrated=query.calibrated)
         return self.searcher.submit(search, query.content, query.k).result()
 
+    def warning(self, query: Query) -> str:
+        """Returns a sentence if the text encoder cannot read a query, or else ""."""
+        # A tokenizer fails, or changes another text's length limit, if two threads use it at once.
+        return self.searcher.submit(self.model.warning, query.content).result()
+
     def json(self, asked: Mapping[str, str]) -> Response:
         """Answers with results as JSON."""
         try:
@@ -221,7 +226,7 @@ class Site:
             }
             for hit in hits
         ]
-        warning = self.model.warning(query.content) or None
+        warning = self.warning(query) or None
         return _json({"pictures": self.count, "warning": warning, "results": results})
 
     def results(self, asked: Mapping[str, str], picture: Any = None, above: str = "") -> Response:
@@ -243,7 +248,7 @@ class Site:
             asked_for = asked.get("q", "").strip()
             return self.page(asked_for, error=str(error), calibrated=calibrated, status=status)
         note = f"The best {len(hits)} of {self.count} in {time.perf_counter() - began:.2f} s."
-        warning = self.model.warning(query.content)
+        warning = self.warning(query)
         if not warning and hits and all(hit.word == "weak" for hit in hits):
             warning = NOTHING
         cards = "".join(map(self._card, hits, [query] * len(hits)))
