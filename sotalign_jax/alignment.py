@@ -3,7 +3,6 @@
 from __future__ import annotations  # help(align) shows short types
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,12 +98,6 @@ def align(
     by_ids = tables.is_table(pairs)
     given, dropped = (_by_ids if by_ids else _by_rows)(pairs, x, y, nan)
     if val is not None and not isinstance(val, data.Gallery):
-        if not isinstance(val, tuple | list) or len(val) != 2:
-            found = f"{len(val)} parts" if isinstance(val, tuple | list) else type(val).__name__
-            raise checks.InputError(
-                f"val must be (V_x, V_y), got {found}; pass data.gallery(V_x, V_y, x_of_y) if row "
-                "i does not match row i"
-            )
         val_x, val_y = _paired("val", val, nan, dropped)
         val = data.gallery(val_x, val_y)
     dataset = data.dataset(given.pairs, x=given.x, y=given.y, val=val)
@@ -162,10 +155,14 @@ def _by_rows(pairs: Any, x: Any, y: Any, nan: str) -> tuple[_Given, dict[str, li
     return _Given(pairs, *pools), dropped
 
 
-def _paired(
-    name: str, pair: Sequence[Any], nan: str, dropped: dict[str, list[Any]]
-) -> tuple[Any, Any]:
+def _paired(name: str, pair: Any, nan: str, dropped: dict[str, list[Any]]) -> tuple[Any, Any]:
     """Returns both arrays of matching rows, without those that are unusable on either side."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        found = f"{len(pair)} parts" if isinstance(pair, tuple | list) else type(pair).__name__
+        raise checks.InputError(
+            f"{name} must be (A, B), where A[i] belongs to B[i], got {found}; for other matches, "
+            "pass a Gallery as val"
+        )
     if nan == "raise" and not any(tables.is_table(one) for one in pair):
         return pair[0], pair[1]
     both = [_checked(f"{name}_{side}", one, nan) for side, one in zip("xy", pair, strict=True)]
