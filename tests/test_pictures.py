@@ -64,6 +64,17 @@ def test_pictures_trains_saves_and_embeds_once(folder, toys, monkeypatch, capsys
     assert [one.embedded for one in toys[-2:]] == [1, 0]
 
 
+def test_pictures_takes_other_captions_and_encoders_in_the_same_cache(folder, toys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    sota.pictures(folder / "photos", folder / "captions.csv", **FAST)
+    table = (folder / "captions.csv").read_text()
+    (folder / "other.csv").write_text(table.replace("square", "box"))
+    sota.pictures(folder / "photos", folder / "other.csv", **FAST)
+    assert [one.embedded for one in toys[-2:]] == [0, 36]
+    sota.pictures(folder / "photos", folder / "other.csv", text_encoder="minilm", **FAST)
+    assert [one.embedded for one in toys[-2:]] == [0, 36]
+
+
 def test_pictures_rejects_too_few_captions(folder, toys):
     (folder / "few.csv").write_text("file,caption\nred0.png,a red square\n")
     with pytest.raises(checks.InputError, match="captions"):

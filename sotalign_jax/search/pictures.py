@@ -62,11 +62,9 @@ def pictures(
         "y": encoders.load(text_encoder, device=device),
     }
     # The captions come first, because they take little time and may name missing files.
-    source = datasets.open_dataset("folder", folder, captions=table)
-    noted = {"name": "folder", "captions": None if table is None else str(table)}
-    extraction.extract(source, both["y"], out / "text", data=noted, title="captions")
+    captioned = datasets.open_dataset("folder", folder, captions=table)
+    y = embedded(captioned, both["y"], folder if table is None else table, out / "text")
     x = embedded(datasets.open_dataset("folder", folder), both["x"], folder, out / SEARCH)
-    y = extraction.load(out / "text")
     arrays = extraction.join("split", x, y, val=HELD_OUT, test=HELD_OUT, seed=seed)
     aligned = _trained(arrays, seed=seed, **options)
     described = {side: encoder.describe() for side, encoder in both.items()}
