@@ -301,7 +301,8 @@ def embeddings(
     if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V
         raise InputError(f"{name} must be real and floating-point, got dtype {kind}")
     for bad, problem, block in bad_rows(x):
-        named = [str(row) if ids is None else repr(ids[row]) for row in bad.tolist()]
+        # Through `tolist`, because numpy's own strings are shown as np.str_('b').
+        named = list(map(repr, bad.tolist() if ids is None else np.asarray(ids)[bad].tolist()))
         where = f"row{'s' if len(named) > 1 else ''} {listed(named)}"
         if columns is not None and problem != _ZEROS:
             features = np.flatnonzero(~np.isfinite(block).all(axis=0))

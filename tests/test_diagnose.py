@@ -95,8 +95,8 @@ def test_diagnose_rejects_bad_options_and_writes_nothing(start, files, tmp_path)
         "--config.data.n_pairs=301": "data: n_pairs must be ",
         "--config.data.n_pairs=3": "data.n_pairs must be ",
         f"--config.data.files.y={files}/nan.npy": "data: y has NaN",
-        "--config.sotalign.epsilon_star=0": "epsilon_star",
-        "--config.sotalign.epsilon=-1": "epsilon",
+        "--config.sotalign.epsilon_star=0": "sotalign.epsilon_star",
+        "--config.sotalign.epsilon=-1": "sotalign.epsilon",
         "--config.teacher_options.ridge=-0.1": "teacher_options.ridge",
         "extra": "unexpected argument 'extra'",
     }

@@ -156,7 +156,9 @@ def test_main_rejects_bad_options_in_one_line(files, tmp_path, capsys):
     cases = {
         (f"{quickstart}:bogus",): "config has an unknown switch 'bogus'",
         ("--config=nope.py", "--config.train.steps=1"): "config file nope.py cannot be read",
-        (quickstart, "--config.train.stpes=1"): "unknown setting 'stpes'; did you mean 'steps'?",
+        (quickstart, "--config.train.stpes=1"): (
+            "unknown setting 'train.stpes'; did you mean 'train.steps'?"
+        ),
         (f"--config={files}/config.py", "--config.data.files.x=gone.npy"): (
             "data: files.x: gone.npy "
         ),

@@ -207,7 +207,7 @@ def scatter(panels: Panels) -> Any:
         style = {"fmt": "o", "color": COLOURS[1], "ecolor": "#c8ccd2"}
         ax.errorbar(*point, **bars, **style, label=f"{number}  {row}")
         ax.annotate(f"{number}", point, (4, 3), textcoords="offset points", fontsize=8)
-    if len(x) > 2 and np.ptp(x) > 0:
+    if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0:
         ends = np.array([x.min(), x.max()])
         r = f"r = {np.corrcoef(x, y)[0, 1]:.2f}"
         ax.plot(ends, np.polyval(np.polyfit(x, y, 1), ends), "--", color=COLOURS[2], label=r)
