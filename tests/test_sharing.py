@@ -14,7 +14,7 @@ import pytest
 import sotalign_jax as sota
 from sotalign_jax import checks, heads, sharing
 
-pytest.importorskip("huggingface_hub", reason="needs the extra 'hub'")
+constants = pytest.importorskip("huggingface_hub.constants", reason="needs the extra 'hub'")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -80,7 +80,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub():
+def hub(monkeypatch):
+    # Other tests of the same process forbid downloads by HF_HUB_OFFLINE, which is read on import.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.files, server.tokens = {}, []
     server.address = f"http://127.0.0.1:{server.server_port}"
