@@ -33,6 +33,9 @@ STRONG = 0.8
 # 0.22 for texts in languages that the encoder cannot read.
 TOGETHER, FIRST = 1 / 3, 10
 """Results are plausible if at most `FIRST` of them together have the probability `TOGETHER`."""
+SHARE = 0.25
+"""Results that are less probable than this share of the best one are weak: the set of "a red car"
+among 802 drawings otherwise ends with tugboats."""
 WORDS = ("weak", "plausible", "strong")
 """Words for results, from the least to the most probable."""
 LEAST = 10
@@ -228,8 +231,9 @@ def words(probabilities: Float[ArrayLike, " k"]) -> list[str]:
     """Describes the results of one query in words.
 
     A result is strong from the probability `STRONG` on. It is plausible if it belongs to the
-    smallest set of best results that together have the probability `TOGETHER`, and the set has at
-    most `FIRST` results. All others are weak.
+    smallest set of best results that together have the probability `TOGETHER`, the set has at most
+    `FIRST` results, and it is at least `SHARE` times as probable as the best one. All others are
+    weak.
 
     Args:
         probabilities: Probabilities of the results, best first.
@@ -246,8 +250,13 @@ def words(probabilities: Float[ArrayLike, " k"]) -> list[str]:
     # The result that reaches the sum still belongs to the set.
     size = int(np.searchsorted(together, TOGETHER)) + 1
     reached = bool(len(given)) and together[-1] >= TOGETHER and size <= FIRST
+    least = SHARE * given.max(initial=0.0)
     return [
-        "strong" if p >= STRONG else "plausible" if reached and rank < size else "weak"
+        "strong"
+        if p >= STRONG
+        else "plausible"
+        if reached and rank < size and p >= least
+        else "weak"
         for rank, p in enumerate(given)
     ]
 

@@ -221,3 +221,8 @@ def test_aligner_without_confidence_says_so(aligned):
     info = {key: value for key, value in made.info.items() if key != "confidence"}
     with pytest.raises(checks.InputError, match="confidence"):
         sotalign_jax.Aligner(made.heads, info).confidence(x, y, np.zeros((len(x), 1), int))
+
+
+def test_words_call_results_weak_that_are_far_less_probable_than_the_best():
+    words = confidence.words([0.2, 0.1, 0.02, 0.02, 0.01])
+    assert words == ["plausible", "plausible", "weak", "weak", "weak"]
