@@ -91,7 +91,7 @@ class FaissIndex:
             raise checks.InputError("index must have at least 1 row to search, got 0; add rows")
         if self.kind == "ivf":
             self.faiss.nprobe = probed
-        vectors = self._embedder().queries(queries)
+        vectors = self._embedder(np.empty((0, self._width), np.float32)).queries(queries)
         return Neighbours(*self.faiss.search(vectors, min(k, len(self))))
 
     def add(
@@ -173,11 +173,14 @@ class FaissIndex:
         with storage.replacing(path) as file:
             library.write_index(self.faiss, library.PyCallbackIOWriter(file.write))
 
-    def _embedder(self, rows: ArrayLike | None = None) -> export.Index:
-        """Embeds rows of the gallery, by default none."""
-        if rows is None:
-            head = self.aligner.heads.y if self.direction == "x_to_y" else self.aligner.heads.x
-            rows = np.empty((0, head.d_in), np.float32)
+    @property
+    def _width(self) -> int:
+        """Width of the gallery's embeddings."""
+        heads = self.aligner.heads
+        return heads.y.d_in if self.direction == "x_to_y" else heads.x.d_in
+
+    def _embedder(self, rows: ArrayLike) -> export.Index:
+        """Embeds rows of the gallery."""
         return self.aligner.index(rows, direction=self.direction, calibrated=self.calibrated)
 
     def _keys(self, rows: ArrayLike) -> Float[np.ndarray, "n k"]:
@@ -186,8 +189,7 @@ class FaissIndex:
 
     def _probe(self) -> list[float]:
         """Returns the vector of a fixed row, by which another aligner is recognised."""
-        head = self.aligner.heads.y if self.direction == "x_to_y" else self.aligner.heads.x
-        row = np.random.default_rng(0).normal(size=(1, head.d_in))
+        row = np.random.default_rng(0).normal(size=(1, self._width))
         # Without the correction for hubs, which another aligner may lack.
         keys = self.aligner.index(row, direction=self.direction, calibrated=False).keys
         return [round(float(value), 6) for value in keys[0, :8]]
